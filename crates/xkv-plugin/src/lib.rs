@@ -1,0 +1,1 @@
+//! Connector logic: tasks, deadlines, scheduling, copy and checksum, statistics; knows no Python.

@@ -1,0 +1,38 @@
+//! Where bytes live.
+
+use std::io;
+use std::os::fd::RawFd;
+
+/// Whether to bypass the page cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DirectIo {
+    /// Direct where a probe of the scratch block shows that it works, buffered otherwise; said once.
+    #[default]
+    Auto,
+    /// Direct, or an error.
+    On,
+    /// Through the page cache.
+    Off,
+}
+
+/// A drive or file, read and written in whole blocks. Calls block; they may come from several threads at once.
+pub trait Device: Send + Sync + 'static {
+    /// Name for messages: the path, or a test's label.
+    fn name(&self) -> &str;
+    /// Size, bytes.
+    fn size(&self) -> u64;
+    /// Fills `buf` from `offset`. A short read is an error.
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()>;
+    /// Writes all of `buf` at `offset`.
+    fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()>;
+    /// Returns when everything written before survives a power cut (as far as the drive honours a flush).
+    fn flush(&self) -> io::Result<()>;
+    /// Descriptor for engines that talk to the kernel themselves; none makes them call the methods above.
+    fn fd(&self) -> Option<RawFd> {
+        None
+    }
+    /// Whether the page cache is bypassed.
+    fn is_direct(&self) -> bool {
+        false
+    }
+}

@@ -1,0 +1,70 @@
+//! How bytes move: one engine per drive, fed with requests, answering through their callbacks.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use crate::buf::SlotBuf;
+
+/// Which engine to use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EngineKind {
+    /// io_uring where the kernel allows it, the thread pool otherwise; said once, with the cure.
+    #[default]
+    Auto,
+    /// io_uring, or an error.
+    Uring,
+    /// Threads that call pread and pwrite.
+    Pool,
+}
+
+/// What a request does. Reads serve loads and go first; writes serve stores and are never starved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// Device to buffer.
+    Read,
+    /// Buffer to device.
+    Write,
+}
+
+/// Called exactly once with the buffer and the outcome, on a thread of the engine. Must not block.
+pub type IoDone = Box<dyn FnOnce(SlotBuf, io::Result<()>) + Send>;
+
+/// One I/O of up to a slot.
+pub struct IoRequest {
+    /// Direction.
+    pub op: Op,
+    /// Position on the device, a multiple of [`super::BLOCK`].
+    pub offset: u64,
+    /// Bytes, a multiple of [`super::BLOCK`], at most the buffer's length.
+    pub len: usize,
+    /// The memory; it comes back with the completion.
+    pub buf: SlotBuf,
+    /// Takes the answer.
+    pub done: IoDone,
+}
+
+/// What an engine has to do at the moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EngineLoad {
+    /// Reads and writes waiting for their turn.
+    pub queued_reads: usize,
+    /// Writes waiting for their turn.
+    pub queued_writes: usize,
+    /// Requests given to the device and not answered yet.
+    pub in_flight: usize,
+    /// When the oldest of those was given to the device.
+    pub oldest: Option<Instant>,
+}
+
+/// Moves requests to and from one device.
+pub trait IoEngine: Send + Sync + 'static {
+    /// Queues a request; never blocks. After [`IoEngine::shutdown`] it is answered at once with an error.
+    fn submit(&self, request: IoRequest);
+    /// What is queued and in flight.
+    fn load(&self) -> EngineLoad;
+    /// Short name for messages: `io_uring` or `pool`.
+    fn name(&self) -> &'static str;
+    /// Answers what is queued with an error, waits up to `patience` for what is in flight. True when nothing is left;
+    /// otherwise the rest keeps its buffers and is answered when the device comes back.
+    fn shutdown(&self, patience: Duration) -> bool;
+}

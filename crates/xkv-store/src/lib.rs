@@ -1,0 +1,18 @@
+//! A store of objects on drives or files: what is acknowledged survives kill -9, and power loss where the drive
+//! honours a flush. Layout and invariants: `docs/design.md`.
+#![deny(unsafe_code)]
+
+#[allow(unsafe_code)]
+pub mod buf;
+pub mod checksum;
+pub mod error;
+#[allow(unsafe_code)]
+pub mod io;
+pub mod key;
+pub mod store;
+
+pub use buf::{SlotBuf, SlotPool};
+pub use checksum::{Coverage, FragmentSums, Summer};
+pub use error::{Error, ErrorKind, Result};
+pub use key::{Digest, MAX_KEY_BYTES, ObjectKey};
+pub use store::{Begin, Lease, Store, StoreConfig, StoreStats, Txn};
