@@ -1,7 +1,16 @@
 //! Where bytes live.
 
+pub mod file;
+pub mod open;
+pub mod signature;
+pub mod testing;
+
 use std::io;
 use std::os::fd::RawFd;
+
+pub use file::FileDevice;
+pub use open::{Inspection, OpenOptions, Target, inspect, open};
+pub use signature::{is_blank, signature};
 
 /// Whether to bypass the page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,9 +1,16 @@
 //! How bytes move: one engine per drive, fed with requests, answering through their callbacks.
 
+mod desk;
+mod pool;
+mod queue;
+
 use std::io;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::Device;
 use crate::buf::SlotBuf;
+use crate::error::Result;
 
 /// Which engine to use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,7 +33,8 @@ pub enum Op {
     Write,
 }
 
-/// Called exactly once with the buffer and the outcome, on a thread of the engine. Must not block.
+/// Called exactly once with the buffer and the outcome, on a thread of the engine (or, for what the engine refuses, on
+/// the thread that calls `submit` or `shutdown`). Must not block.
 pub type IoDone = Box<dyn FnOnce(SlotBuf, io::Result<()>) + Send>;
 
 /// One I/O of up to a slot.
@@ -67,4 +75,13 @@ pub trait IoEngine: Send + Sync + 'static {
     /// Answers what is queued with an error, waits up to `patience` for what is in flight. True when nothing is left;
     /// otherwise the rest keeps its buffers and is answered when the device comes back.
     fn shutdown(&self, patience: Duration) -> bool;
+}
+
+/// Starts an engine for `device` with up to `depth` requests in flight.
+///
+/// # Errors
+/// The operating system refuses threads.
+pub fn start(device: Arc<dyn Device>, kind: EngineKind, depth: usize) -> Result<Arc<dyn IoEngine>> {
+    let _ = kind;
+    Ok(Arc::new(pool::Pool::start(device, depth)?))
 }

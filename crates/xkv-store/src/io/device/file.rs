@@ -1,0 +1,218 @@
+//! A block device or regular file.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::fs::{FallocateFlags, OFlags};
+
+use super::{Device, DirectIo};
+use crate::buf::SlotPool;
+use crate::error::{Error, ErrorKind, Result};
+use crate::io::{BLOCK, resume_at};
+
+/// Position of the block that is read and written to find out whether direct I/O works.
+pub const SCRATCH_OFFSET: u64 = 8192;
+
+/// A block device or regular file, made by [`super::open()`]. Holds its lock until dropped.
+#[derive(Debug)]
+pub struct FileDevice {
+    file: File,
+    path: PathBuf,
+    name: String,
+    size: u64,
+    block_device: bool,
+    created: bool,
+    direct: AtomicBool,
+}
+
+impl FileDevice {
+    /// Wraps an open, locked file of `size` bytes. Buffered until [`FileDevice::set_direct`].
+    pub(super) fn new(
+        file: File,
+        path: &Path,
+        size: u64,
+        block_device: bool,
+        created: bool,
+    ) -> Self {
+        Self {
+            file,
+            path: path.to_owned(),
+            name: path.display().to_string(),
+            size,
+            block_device,
+            created,
+            direct: AtomicBool::new(false),
+        }
+    }
+
+    /// The path that was opened: the device, or the store file inside its folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether this is a block device.
+    pub fn is_block_device(&self) -> bool {
+        self.block_device
+    }
+
+    /// Whether the file is new (made by this call, or found empty) and therefore blank.
+    pub fn created(&self) -> bool {
+        self.created
+    }
+
+    /// Turns direct I/O on or off and returns whether it is on. It is tried on the scratch block first: a read, and,
+    /// when the drive is `ours`, a write of the bytes that were read. Pass false before the headers were recognised,
+    /// true afterwards: some filesystems accept direct reads and refuse direct writes.
+    ///
+    /// With [`DirectIo::Auto`] a failure falls back to the page cache with one warning.
+    ///
+    /// # Errors
+    /// `Io` with [`DirectIo::On`] and a failed trial; `TooSmall` when there is no scratch block.
+    pub fn set_direct(&self, mode: DirectIo, ours: bool) -> Result<bool> {
+        if mode == DirectIo::Off {
+            self.set_flag(false)
+                .map_err(|e| Error::io(format!("{}: cannot turn direct I/O off", self.name), e))?;
+            return Ok(false);
+        }
+        if self.size < SCRATCH_OFFSET + BLOCK as u64 {
+            return Err(Error::new(
+                ErrorKind::TooSmall,
+                format!(
+                    "{}: {} bytes cannot hold a store's headers; take a larger drive or file",
+                    self.name, self.size
+                ),
+            ));
+        }
+        let Err((step, error)) = self.try_direct(ours) else {
+            return Ok(true);
+        };
+        let _ = self.set_flag(false);
+        if mode == DirectIo::On {
+            return Err(Error::io(
+                format!(
+                    "{}: direct I/O does not work here ({step}); let it be chosen (auto) or turn it off",
+                    self.name
+                ),
+                error,
+            ));
+        }
+        tracing::warn!(
+            "{}: direct I/O does not work here ({step}: {error}); using the page cache",
+            self.name
+        );
+        Ok(false)
+    }
+
+    fn try_direct(&self, ours: bool) -> std::result::Result<(), (&'static str, io::Error)> {
+        let mut block = SlotPool::new(1, BLOCK)
+            .map_err(|e| ("memory for the trial", io::Error::other(e)))?
+            .try_take()
+            .expect("a new pool has its slot");
+        self.set_flag(true).map_err(|e| ("O_DIRECT", e))?;
+        self.read_at(&mut block, SCRATCH_OFFSET)
+            .map_err(|e| ("trial read", e))?;
+        if ours {
+            self.write_at(&block, SCRATCH_OFFSET)
+                .map_err(|e| ("trial write", e))?;
+        }
+        Ok(())
+    }
+
+    fn set_flag(&self, direct: bool) -> io::Result<()> {
+        let mut flags = rustix::fs::fcntl_getfl(&self.file)?;
+        flags.set(OFlags::DIRECT, direct);
+        rustix::fs::fcntl_setfl(&self.file, flags)?;
+        self.direct.store(direct, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Takes real space for a range of a sparse file. Does nothing on a block device and where the filesystem has no
+    /// such call.
+    ///
+    /// # Errors
+    /// `TooSmall` when the filesystem is full; `Io` otherwise.
+    pub fn reserve(&self, offset: u64, bytes: u64) -> Result<()> {
+        if self.block_device || bytes == 0 {
+            return Ok(());
+        }
+        let outcome = rustix::io::retry_on_intr(|| {
+            rustix::fs::fallocate(&self.file, FallocateFlags::empty(), offset, bytes)
+        });
+        match outcome {
+            Ok(()) | Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => Ok(()),
+            Err(rustix::io::Errno::NOSPC) => {
+                let free = rustix::fs::fstatvfs(&self.file)
+                    .map(|s| (s.f_bavail * s.f_frsize).to_string())
+                    .unwrap_or_else(|_| "an unknown number of".into());
+                Err(Error::new(
+                    ErrorKind::TooSmall,
+                    format!(
+                        "{}: {bytes} bytes wanted, {free} bytes free; free some space or lower \
+                         store_gb (LMC_XKV_STORE_GB)",
+                        self.name
+                    ),
+                ))
+            }
+            Err(error) => Err(Error::io(
+                format!("{}: cannot reserve {bytes} bytes at {offset}", self.name),
+                error.into(),
+            )),
+        }
+    }
+}
+
+impl Device for FileDevice {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
+        let mut done = 0;
+        while done < buf.len() {
+            match self.file.read_at(&mut buf[done..], offset + done as u64) {
+                Ok(moved) => {
+                    done = resume_at(done, moved, self.is_direct())
+                        .ok_or(io::ErrorKind::UnexpectedEof)?;
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+
+    fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
+        let mut done = 0;
+        while done < buf.len() {
+            match self.file.write_at(&buf[done..], offset + done as u64) {
+                Ok(moved) => {
+                    done =
+                        resume_at(done, moved, self.is_direct()).ok_or(io::ErrorKind::WriteZero)?;
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    fn fd(&self) -> Option<RawFd> {
+        Some(self.file.as_raw_fd())
+    }
+
+    fn is_direct(&self) -> bool {
+        self.direct.load(Ordering::Relaxed)
+    }
+}

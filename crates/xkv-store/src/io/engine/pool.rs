@@ -1,0 +1,94 @@
+//! Threads that call the device's own methods: works with every device and kernel.
+
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::desk::{Desk, panic_text};
+use super::{EngineLoad, IoEngine, IoRequest, Op};
+use crate::error::{Error, Result};
+use crate::io::Device;
+
+/// Threads per drive at most.
+const MAX_THREADS: usize = 16;
+
+/// A pool of threads for one device.
+pub(super) struct Pool {
+    desk: Arc<Desk>,
+}
+
+impl Pool {
+    /// Starts up to `depth` threads, 16 at most.
+    pub fn start(device: Arc<dyn Device>, depth: usize) -> Result<Self> {
+        let threads = depth.clamp(1, MAX_THREADS);
+        let desk = Arc::new(Desk::new(&*device, threads, threads));
+        let pool = Self { desk: desk.clone() };
+        for i in 0..threads {
+            let (desk, device) = (desk.clone(), device.clone());
+            let spawned = std::thread::Builder::new()
+                .name(format!("xkv-io-{i}"))
+                .spawn(move || {
+                    serve(&desk, &*device);
+                    // Whoever waits for the last thread may open the device again.
+                    drop(device);
+                    desk.leave();
+                });
+            if let Err(error) = spawned {
+                (i..threads).for_each(|_| pool.desk.leave());
+                return Err(Error::io(
+                    "cannot start a thread; raise the limit (ulimit -u)",
+                    error,
+                ));
+            }
+        }
+        Ok(pool)
+    }
+}
+
+fn serve(desk: &Desk, device: &dyn Device) {
+    while let Some(job) = desk.take() {
+        let mut request = job.request;
+        let moved = catch_unwind(AssertUnwindSafe(|| {
+            let bytes = &mut request.buf[..request.len];
+            match request.op {
+                Op::Read => device.read_at(bytes, request.offset),
+                Op::Write => device.write_at(bytes, request.offset),
+            }
+        }));
+        let outcome = moved.unwrap_or_else(|panic| {
+            Err(io::Error::other(format!(
+                "{}: {}",
+                device.name(),
+                panic_text(&*panic)
+            )))
+        });
+        desk.retire([(job.place, request.op)]);
+        request.answer(outcome);
+    }
+}
+
+impl IoEngine for Pool {
+    fn submit(&self, request: IoRequest) {
+        self.desk.submit(request);
+    }
+
+    fn load(&self) -> EngineLoad {
+        self.desk.load()
+    }
+
+    fn name(&self) -> &'static str {
+        "pool"
+    }
+
+    fn shutdown(&self, patience: Duration) -> bool {
+        self.desk.close();
+        self.desk.await_empty(patience)
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.desk.close();
+    }
+}
