@@ -1,0 +1,55 @@
+# `make help` lists the targets. Each does the set-up it needs; the second time that takes a moment.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+# Model of `make run`: tiny (made on the spot, random weights) or smollm2 (SmolLM2-135M-Instruct from a package).
+MODEL ?= tiny
+# Further arguments of pytest, such as `make test ARGS="-k matrix -x"`.
+ARGS ?=
+
+BIN := .venv/bin
+CARGO_TEST := $(shell command -v cargo-nextest >/dev/null && echo "cargo nextest run --no-fail-fast" || echo "cargo test")
+MATRIX := lmcache-0.5.5 lmcache-0.5.6
+
+.PHONY: help
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup:  ## Make .venv: LMCache, vLLM, the tools, and this project compiled into it
+	@$(PYTHON) scripts/setup.py main
+
+.PHONY: run
+run:  ## Show KV cache surviving a server restart, with real LMCache and real vLLM (MODEL=tiny|smollm2)
+	@$(PYTHON) scripts/setup.py main $(filter smollm2,$(MODEL))
+	@$(BIN)/python -m demo --model $(MODEL)
+
+.PHONY: test
+test: setup  ## Run every test: Rust, Python, end to end
+	$(CARGO_TEST) --workspace
+	$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: test-matrix
+test-matrix:  ## Run the storage tests against the other supported LMCache versions
+	@$(PYTHON) scripts/setup.py $(MATRIX)
+	for version in $(MATRIX); do .venv-$$version/bin/python -m pytest -m matrix $(ARGS); done
+
+.PHONY: lint
+lint: setup  ## Check format, lints, types, and the stubs against the compiled module
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict xkv_lmcache xkv_lmcache_autostart demo scripts
+	$(BIN)/python -m mypy.stubtest xkv_lmcache._native
+
+.PHONY: bench
+bench: setup  ## Compare our adapter with LMCache's fs_native, by LMCache's own benchmark
+	@$(BIN)/python -m demo.bench
+
+.PHONY: clean
+clean:  ## Remove what the targets above made, environments included
+	rm -rf target .venv .venv-lmcache-* .run .pytest_cache .mypy_cache .ruff_cache .hypothesis xkv_lmcache/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
