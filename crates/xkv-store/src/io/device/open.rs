@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{Access, AtFlags, CWD, FlockOperation};
 
-use super::{Device, DirectIo, FileDevice};
+use super::{DirectIo, FileDevice};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::BLOCK;
 

@@ -134,6 +134,7 @@ impl Desk {
     /// The device is done with these requests; they are answered next.
     pub fn retire(&self, jobs: impl IntoIterator<Item = (usize, Op)>) {
         let mut state = self.state.lock();
+        state.asleep = false;
         let mut any = false;
         for (place, op) in jobs {
             state.since[place] = None;

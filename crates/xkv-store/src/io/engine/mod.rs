@@ -3,9 +3,11 @@
 mod desk;
 mod pool;
 mod queue;
+#[allow(unsafe_code)]
+mod uring;
 
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
 use super::Device;
@@ -77,11 +79,18 @@ pub trait IoEngine: Send + Sync + 'static {
     fn shutdown(&self, patience: Duration) -> bool;
 }
 
-/// Starts an engine for `device` with up to `depth` requests in flight.
+/// Starts an engine for `device` with up to `depth` requests in flight (the pool: one thread each, 16 at most).
 ///
 /// # Errors
-/// The operating system refuses threads.
+/// `Invalid` or `Io` when io_uring is asked for and cannot be had; `Io` when the system refuses threads.
 pub fn start(device: Arc<dyn Device>, kind: EngineKind, depth: usize) -> Result<Arc<dyn IoEngine>> {
-    let _ = kind;
+    static SAID: Once = Once::new();
+    if kind == EngineKind::Uring || (kind == EngineKind::Auto && device.fd().is_some()) {
+        match uring::Uring::start(device.clone(), depth) {
+            Ok(engine) => return Ok(Arc::new(engine)),
+            Err(error) if kind == EngineKind::Uring => return Err(error),
+            Err(error) => SAID.call_once(|| tracing::warn!("{error}; using threads instead")),
+        }
+    }
     Ok(Arc::new(pool::Pool::start(device, depth)?))
 }
