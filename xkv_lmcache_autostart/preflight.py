@@ -1,0 +1,176 @@
+"""What must hold before the server is started: one finding for each thing examined."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from xkv_lmcache.params import AdapterParams
+from xkv_lmcache_autostart import machine, sockets
+from xkv_lmcache_autostart.command import PLUGIN_MODULE, plain
+from xkv_lmcache_autostart.grammar import GIB
+from xkv_lmcache_autostart.settings import Configuration, Settings
+
+L2_EXTRA_SINCE: Final = (0, 5, 6)
+"""The LMCache that does not store failed loads, which would spread to further adapters."""
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    FAILURE = "failure"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing examined."""
+
+    subject: str
+    level: Level
+    text: str
+    """What was found; for a failure with the cure."""
+
+
+def examine(configuration: Configuration, environ: Mapping[str, str]) -> Iterable[Finding]:
+    """Examine the machine for the server of these settings. Nothing is changed."""
+    settings, params = configuration.settings, configuration.params
+    yield _lmcache(settings)
+    plugin = _plugin()
+    yield plugin
+    yield _accelerator(settings, environ)
+    yield _memory(settings, params)
+    yield _port("LMC_PORT", settings.host, settings.port)
+    yield _port("LMC_HTTP_PORT", settings.http_host, settings.http_port)
+    if params.stats_path is not None:
+        yield _stats_path(params.stats_path)
+    if plugin.level is Level.OK:
+        yield _store(params)
+
+
+def _lmcache(settings: Settings) -> Finding:
+    spec = find_spec("lmcache")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    if not folders:
+        text = "lmcache is not installed for this interpreter; run: pip install lmcache==0.5.4"
+        return Finding("lmcache", Level.FAILURE, text)
+    if not any(Path(folder, "v1/multiprocess/http_server.py").is_file() for folder in folders):
+        text = (
+            f"the lmcache in {folders[0]} has no multiprocess server; install lmcache 0.5.4, 0.5.5 or 0.5.6"
+        )
+        return Finding("lmcache", Level.FAILURE, text)
+    if find_spec("torch") is None:
+        return Finding("lmcache", Level.FAILURE, "lmcache needs torch; run: pip install torch")
+    version = machine.lmcache_version()
+    name = ".".join(map(str, version)) if version else "of unknown version"
+    if settings.l2_extra and (version is None or version < L2_EXTRA_SINCE):
+        text = (
+            f"LMC_L2_EXTRA needs LMCache 0.5.6 or newer: this one ({name}) stores the unfilled buffers of "
+            "failed loads to every adapter; leave LMC_L2_EXTRA out or install lmcache==0.5.6"
+        )
+        return Finding("lmcache", Level.FAILURE, text)
+    return Finding("lmcache", Level.OK, f"lmcache {name}")
+
+
+def _plugin() -> Finding:
+    try:
+        found = find_spec(f"{PLUGIN_MODULE}._native") is not None
+        if found:
+            _probe_store()
+    except Exception as error:
+        text = (
+            f"{PLUGIN_MODULE} cannot be imported ({error}); install this package's wheel for this interpreter"
+        )
+        return Finding("plugin", Level.FAILURE, text)
+    if not found:
+        text = f"{PLUGIN_MODULE} has no native module here; install this package's wheel for this interpreter"
+        return Finding("plugin", Level.FAILURE, text)
+    return Finding("plugin", Level.OK, f"{PLUGIN_MODULE} with its native module")
+
+
+def _accelerator(settings: Settings, environ: Mapping[str, str]) -> Finding:
+    if machine.accelerator(environ):
+        return Finding("accelerator", Level.OK, "an accelerator is visible")
+    if settings.transfer_mode == "lmcache_driven":
+        text = (
+            "no accelerator is visible, and LMC_TRANSFER_MODE=lmcache_driven lets vLLM on a CPU wait for "
+            "answers in vain; unset it or write auto"
+        )
+        return Finding("accelerator", Level.WARNING, text)
+    return Finding("accelerator", Level.OK, "no accelerator is visible; KV cache is copied by the CPU")
+
+
+def _memory(settings: Settings, params: AdapterParams) -> Finding:
+    memory = machine.memory()
+    available = memory.available / GIB
+    slots = params.slot_memory_bytes / GIB
+    needed = f"L1 of {plain(settings.l1_gb)} GiB (LMC_L1_GB) and slots of {slots:.2f} GiB"
+    if settings.l1_gb + slots > available:
+        fitting = max(0.1, int((available * 0.8 - slots) * 10) / 10)
+        text = f"{needed} exceed the {available:.1f} GiB at hand ({memory.limit}); set LMC_L1_GB={fitting:g}"
+        return Finding("memory", Level.FAILURE, text)
+    return Finding("memory", Level.OK, f"{needed} fit in {available:.1f} GiB ({memory.limit})")
+
+
+def _port(name: str, host: str, port: int) -> Finding:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            # As the server does it, so that connections of an earlier server that linger do not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            probe.listen()
+    except socket.gaierror as error:
+        text = f"{host!r} does not resolve ({error.strerror}); write an address of this machine"
+        return Finding(name, Level.FAILURE, text)
+    except OSError as error:
+        return Finding(name, Level.FAILURE, f"{name}={port} {_port_trouble(error, host, port)}")
+    return Finding(name, Level.OK, f"port {port} on {host} is free")
+
+
+def _port_trouble(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        try:
+            holders = {sockets.holder(listener) for listener in sockets.listeners(host, port)}
+        except OSError:
+            holders = set()
+        return (
+            f"is taken by {' and '.join(sorted(holders)) or 'another process'}; end it or choose another port"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"cannot be opened: {host} is no address of this machine; write one that is"
+    if error.errno == errno.EACCES:
+        return "cannot be opened without privileges; choose a port of 1024 or above"
+    return f"cannot be opened on {host}: {error.strerror}"
+
+
+def _stats_path(path: str) -> Finding:
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        text = f"stats_path={path!r}: the folder {folder} does not exist; make it or choose another"
+        return Finding("stats_path", Level.FAILURE, text)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        text = f"stats_path={path!r}: the folder {folder} is not writable; allow it or choose another"
+        return Finding("stats_path", Level.FAILURE, text)
+    return Finding("stats_path", Level.OK, f"statistics go to {path}")
+
+
+def _store(params: AdapterParams) -> Finding:
+    paths = params.store_paths
+    try:
+        _probe_store()(paths, params.store_gb, params.wanted_fragment_bytes)
+    except (ValueError, OSError) as error:
+        return Finding("store", Level.FAILURE, str(error))
+    return Finding("store", Level.OK, f"{', '.join(paths)} can be used")
+
+
+def _probe_store() -> Callable[[list[str], float | None, int | None], None]:
+    """The native module's examination of a store: raises ValueError or OSError with path, value and cure."""
+    from xkv_lmcache._native import probe_store
+
+    return probe_store
