@@ -68,6 +68,10 @@ impl SlotPool {
                 std::io::Error::last_os_error(),
             ));
         }
+        // SAFETY: the range is the mapping made above. A forked child must not share pages that the kernel writes to.
+        unsafe {
+            libc::madvise(base, bytes, libc::MADV_DONTFORK);
+        }
         let (free_tx, free_rx) = crossbeam_channel::bounded(slots);
         for slot in 0..slots as u32 {
             free_tx.try_send(slot).expect("the channel holds every slot");

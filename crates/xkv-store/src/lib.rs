@@ -2,13 +2,24 @@
 //! honours a flush. Layout and invariants: `docs/design.md`.
 #![deny(unsafe_code)]
 
+mod alloc;
 #[allow(unsafe_code)]
 pub mod buf;
+mod bytes;
 pub mod checksum;
+mod commit;
 pub mod error;
+mod evict;
+mod index;
 #[allow(unsafe_code)]
 pub mod io;
 pub mod key;
+pub mod layout;
+mod log;
+mod record;
+mod recover;
+mod set;
+mod signals;
 pub mod store;
 
 pub use buf::{SlotBuf, SlotPool};

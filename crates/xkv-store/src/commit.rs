@@ -1,0 +1,297 @@
+//! The committer: one thread that turns commits and removals into log records, a group at a time. While a group is
+//! written the next gathers.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::error::{Error, ErrorKind};
+use crate::index::Entry;
+use crate::key::Digest;
+use crate::log::Log;
+use crate::record;
+use crate::set;
+use crate::store::{Done, Inner, TxnInner};
+
+/// How often uses are written to the log when nothing else is, and how often a failed log is tried again.
+const TICK: Duration = Duration::from_secs(5);
+/// Uses remembered for the log at most; more are forgotten, which only blurs the order of eviction after a restart.
+pub(crate) const MAX_TOUCHED: usize = 65_536;
+
+/// Work for the committer.
+pub(crate) enum Op {
+    /// Make an object durable, then visible.
+    Commit {
+        /// Holds the key until the object is published.
+        txn: Arc<TxnInner>,
+        entry: Arc<Entry>,
+        done: Done<()>,
+    },
+    /// Make a removal durable.
+    Remove {
+        digest: Digest,
+        /// Keeps the slots until the removal is committed.
+        entry: Option<Arc<Entry>>,
+        done: Done<()>,
+    },
+}
+
+impl Op {
+    fn bytes(&self) -> usize {
+        match self {
+            Op::Commit { entry, .. } => entry.slots.manifest_bytes() as usize,
+            Op::Remove { .. } => record::HEADER + 32,
+        }
+    }
+
+    fn fail(self, error: Error) -> Option<Arc<Entry>> {
+        match self {
+            Op::Commit { entry, done, txn } => {
+                txn.release();
+                done(Err(error));
+                Some(entry)
+            }
+            Op::Remove { entry, done, .. } => {
+                done(Err(error));
+                entry
+            }
+        }
+    }
+}
+
+#[derive(Default)]
+struct State {
+    ops: VecDeque<Op>,
+    closing: bool,
+    ended: bool,
+    /// Since when the group being written is.
+    busy: Option<Instant>,
+}
+
+/// The committer's queue.
+#[derive(Default)]
+pub(crate) struct Commits {
+    state: Mutex<State>,
+    wake: Condvar,
+}
+
+impl Commits {
+    /// Queues an operation; after the end it is answered at once.
+    pub(crate) fn push(&self, op: Op) {
+        let mut state = self.state.lock();
+        if state.ended {
+            drop(state);
+            op.fail(closed());
+            return;
+        }
+        state.ops.push_back(op);
+        self.wake.notify_one();
+    }
+
+    /// Asks the committer to finish what is queued and end.
+    pub(crate) fn close(&self) {
+        self.state.lock().closing = true;
+        self.wake.notify_all();
+    }
+
+    /// Operations queued, and for how long the group being written has been.
+    pub(crate) fn load(&self) -> (usize, Option<Duration>) {
+        let state = self.state.lock();
+        (state.ops.len(), state.busy.map(|since| since.elapsed()))
+    }
+
+    /// The next group: operations of up to `limit` bytes, at least one. Empty after a tick. None: end.
+    fn next(&self, limit: usize) -> Option<Vec<Op>> {
+        let mut state = self.state.lock();
+        state.busy = None;
+        if state.ops.is_empty() && !state.closing {
+            self.wake.wait_for(&mut state, TICK);
+        }
+        if state.ops.is_empty() && state.closing {
+            state.ended = true;
+            return None;
+        }
+        let mut bytes = 0;
+        let mut group = Vec::new();
+        while let Some(op) = state.ops.front() {
+            bytes += op.bytes();
+            if bytes > limit && !group.is_empty() {
+                break;
+            }
+            group.extend(state.ops.pop_front());
+        }
+        state.busy = Some(Instant::now());
+        Some(group)
+    }
+}
+
+pub(crate) fn closed() -> Error {
+    Error::new(ErrorKind::ReadOnly, "the store is closed")
+}
+
+fn log_failed() -> Error {
+    Error::new(ErrorKind::ReadOnly, "the store is read-only since its manifest log failed")
+}
+
+/// What runs on the committer's thread.
+pub(crate) struct Committer {
+    pub(crate) inner: Arc<Inner>,
+    pub(crate) log: Log,
+    /// Entries of a failed group: the log may still name their slots, so they stay taken until the next snapshot.
+    pub(crate) limbo: Vec<Arc<Entry>>,
+    pub(crate) tried: Instant,
+}
+
+impl Committer {
+    pub(crate) fn new(inner: Arc<Inner>, log: Log) -> Self {
+        Self { inner, log, limbo: Vec::new(), tried: Instant::now() }
+    }
+
+    pub(crate) fn run(mut self) {
+        let limit = self.inner.group_limit;
+        while let Some(group) = self.inner.commits.next(limit) {
+            if self.inner.read_only() && self.tried.elapsed() >= TICK {
+                self.restart_log();
+            }
+            if self.inner.read_only() {
+                for op in group {
+                    self.limbo.extend(op.fail(log_failed()));
+                }
+            } else {
+                self.group(group);
+            }
+        }
+        if !self.inner.read_only() {
+            self.group(Vec::new());
+        }
+    }
+
+    /// Commits one group, and the uses that wait to be written.
+    fn group(&mut self, group: Vec<Op>) {
+        let (mut group, orphans): (Vec<Op>, Vec<Op>) = group.into_iter().partition(|op| match op {
+            Op::Commit { txn, .. } => txn.holds_key(),
+            Op::Remove { .. } => true,
+        });
+        for op in orphans {
+            op.fail(removed());
+        }
+        if group.iter().any(|op| matches!(op, Op::Commit { .. })) {
+            let flushed = self.inner.flush();
+            let (lost, kept): (Vec<Op>, Vec<Op>) = group.into_iter().partition(|op| match op {
+                Op::Commit { txn, .. } => txn.generation != self.inner.flush_failures.load(Ordering::SeqCst),
+                Op::Remove { .. } => false,
+            });
+            group = kept;
+            for op in lost {
+                let text = match &flushed {
+                    Err(error) => format!("the drive could not be flushed: {error}"),
+                    Ok(()) => "an earlier flush of the drive failed while the object was being written".to_owned(),
+                };
+                op.fail(Error::new(ErrorKind::Io, text));
+            }
+        }
+        let mut records = Vec::new();
+        for op in &group {
+            match op {
+                Op::Commit { entry, .. } => record::put_commit(&mut records, &entry.manifest()),
+                Op::Remove { digest, .. } => record::put_remove(&mut records, digest),
+            }
+        }
+        let limit = self.inner.group_limit.saturating_sub(records.len());
+        self.inner.put_touched(&mut records, limit);
+        if records.is_empty() {
+            return;
+        }
+        if let Err(error) = self.append(&records) {
+            // Set before any entry is let go, so that no new transaction gets slots the log may still name.
+            self.inner.set_read_only(&error);
+            self.tried = Instant::now();
+            for op in group {
+                self.limbo.extend(op.fail(log_failed()));
+            }
+            return;
+        }
+        self.inner.counters.groups.fetch_add(1, Ordering::Relaxed);
+        for op in group {
+            self.apply(op);
+        }
+    }
+
+    fn apply(&self, op: Op) {
+        match op {
+            Op::Commit { txn, entry, done } => {
+                if self.inner.index.publish(&txn.token, &entry) {
+                    self.inner.counters.committed.fetch_add(1, Ordering::Relaxed);
+                    drop((txn, entry));
+                    self.inner.signals.changed();
+                    done(Ok(()));
+                } else {
+                    // Removed while its record was being written. The log must hear of it before the slots are free.
+                    let digest = *entry.key.digest();
+                    self.inner.commits.push(Op::Remove { digest, entry: Some(entry), done: Box::new(|_| ()) });
+                    drop(txn);
+                    done(Err(removed()));
+                }
+            }
+            Op::Remove { entry, done, .. } => {
+                drop(entry);
+                done(Ok(()));
+            }
+        }
+    }
+
+    fn append(&mut self, records: &[u8]) -> io::Result<()> {
+        if !self.log.fits(records.len()) {
+            self.snapshot()?;
+        }
+        self.log.append(records)
+    }
+
+    /// Writes all live manifests to the other area.
+    pub(crate) fn snapshot(&mut self) -> io::Result<()> {
+        let index = &self.inner.index;
+        self.log.snapshot(|put| {
+            let (mut records, mut count) = (Vec::new(), 0);
+            index.for_each_shard(|entries| {
+                records.clear();
+                for entry in &entries {
+                    record::put_commit(&mut records, &entry.manifest());
+                }
+                count += entries.len() as u64;
+                put(&records)
+            })?;
+            records.clear();
+            record::put_snapshot_end(&mut records, count);
+            put(&records)
+        })?;
+        self.limbo.clear();
+        let first = &self.inner.drives[0];
+        let header = self.log.next_header();
+        if let Err(error) = set::write(&*first.device, &header) {
+            // The header's epoch is only a lower bound; the areas themselves say which is newer.
+            tracing::warn!(drive = first.device.name(), %error, "cannot write the superblock");
+        }
+        Ok(())
+    }
+
+    fn restart_log(&mut self) {
+        self.tried = Instant::now();
+        match self.snapshot() {
+            Ok(()) => {
+                self.inner.set_writable();
+                tracing::info!(drive = self.inner.drives[0].device.name(), "the manifest log works again; the store takes changes");
+            }
+            Err(error) => {
+                tracing::debug!(drive = self.inner.drives[0].device.name(), %error, "the manifest log still fails");
+            }
+        }
+    }
+}
+
+fn removed() -> Error {
+    Error::new(ErrorKind::Removed, "the object was removed while it was being stored")
+}

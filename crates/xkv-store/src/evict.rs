@@ -1,0 +1,89 @@
+//! The evictor: one thread that keeps slots free, so that a store rarely waits for room.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use crate::commit::Op;
+use crate::store::Inner;
+
+/// Share of the slots that is kept free: one in so many.
+const RESERVE_SHARE: usize = 50;
+/// The reserve never takes more than one in so many slots.
+const RESERVE_CAP: usize = 4;
+/// Longest wait for the commit of a round of removals before looking again.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Slots to keep free: 2 % or twice the largest object seen, at most a quarter.
+pub(crate) fn reserve(slots: usize, largest: usize) -> usize {
+    (slots / RESERVE_SHARE).max(2 * largest).min(slots / RESERVE_CAP)
+}
+
+/// Fragments of the largest object that the reserve leaves room for.
+pub(crate) fn largest_object(slots: usize) -> usize {
+    slots - slots / RESERVE_CAP
+}
+
+/// Runs on the evictor's thread until the store closes.
+pub(crate) fn run(inner: &Arc<Inner>) {
+    loop {
+        let request = inner.signals.next(Duration::from_secs(60));
+        if request.closing {
+            return;
+        }
+        if inner.read_only() {
+            continue;
+        }
+        let free = inner.allocator.free();
+        let wanted = reserve(inner.allocator.slots(), inner.largest.load(Ordering::Relaxed)).max(request.slots);
+        let manifest_goal = inner.manifest_goal(request.manifest_bytes);
+        let manifests = inner.allocator.manifest_bytes();
+        if free >= wanted && manifests <= manifest_goal {
+            inner.signals.fulfilled(&request);
+            inner.signals.changed();
+            continue;
+        }
+        let (mut slots, mut bytes) = (wanted.saturating_sub(free), manifests.saturating_sub(manifest_goal));
+        let victims = inner.index.victims(|entry| {
+            slots = slots.saturating_sub(entry.slots.numbers().len());
+            bytes = bytes.saturating_sub(entry.slots.manifest_bytes());
+            slots == 0 && bytes == 0
+        });
+        let (sender, receiver) = crossbeam_channel::unbounded();
+        let mut sent = 0;
+        for entry in victims {
+            if !inner.index.take_entry(&entry, |e| e.leases.load(Ordering::Relaxed) == 0) {
+                continue;
+            }
+            inner.counters.evicted.fetch_add(1, Ordering::Relaxed);
+            let sender = sender.clone();
+            let done = Box::new(move |_| _ = sender.send(()));
+            inner.commits.push(Op::Remove { digest: *entry.key.digest(), entry: Some(entry), done });
+            sent += 1;
+        }
+        for _ in 0..sent {
+            if receiver.recv_timeout(PATIENCE).is_err() {
+                break;
+            }
+        }
+        if sent > 0 {
+            // Look again: the next round finds the goal reached, or goes on.
+            inner.signals.kick();
+        } else {
+            // Nothing can be evicted now: transactions and readers hold the rest. Their end calls again.
+            inner.signals.wait();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_reserve_follows_the_largest_object_within_bounds() {
+        assert_eq!(reserve(10_000, 1), 200);
+        assert_eq!(reserve(10_000, 112), 224);
+        assert_eq!(reserve(1_000, 512), 250);
+    }
+}

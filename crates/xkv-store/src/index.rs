@@ -1,0 +1,294 @@
+//! What is in the store: digest to entry, and the order of use. Never locked across I/O.
+
+use std::collections::hash_map::Entry as MapEntry;
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+
+use crate::alloc::Slots;
+use crate::bytes::get_u64;
+use crate::checksum::FragmentSums;
+use crate::key::{Digest, ObjectKey};
+use crate::record::ManifestRef;
+
+const SHARDS: usize = 64;
+
+/// A committed object. Its slots are free again when the last holder lets go.
+pub struct Entry {
+    pub(crate) key: ObjectKey,
+    pub(crate) size: u64,
+    pub(crate) slots: Slots,
+    pub(crate) sums: Box<[FragmentSums]>,
+    /// Position in the order of use.
+    pub(crate) recency: AtomicU64,
+    /// Under which recency the order knows this entry; changed under the order's lock.
+    ordered: AtomicU64,
+    /// Readers. An entry that has any is not evicted.
+    pub(crate) leases: AtomicU32,
+    /// Whether the log will hear of the latest use.
+    pub(crate) touched: AtomicBool,
+}
+
+impl Entry {
+    pub(crate) fn new(key: ObjectKey, size: u64, slots: Slots, sums: Box<[FragmentSums]>, recency: u64) -> Self {
+        let recency = AtomicU64::new(recency);
+        let (ordered, leases, touched) = (AtomicU64::new(0), AtomicU32::new(0), AtomicBool::new(false));
+        Self { key, size, slots, sums, recency, ordered, leases, touched }
+    }
+
+    pub(crate) fn manifest(&self) -> ManifestRef<'_> {
+        ManifestRef {
+            recency: self.recency.load(Ordering::Relaxed),
+            size: self.size,
+            namespace: self.key.namespace(),
+            key: self.key.key(),
+            slots: self.slots.numbers(),
+            sums: &self.sums,
+        }
+    }
+}
+
+/// Stands for one transaction; compared by address.
+pub(crate) type Token = Arc<()>;
+
+enum State {
+    Writing(Token),
+    Present(Arc<Entry>),
+}
+
+/// Outcome of [`Index::claim`].
+pub(crate) enum Claim<T> {
+    Claimed(T),
+    Present,
+    Busy,
+    Refused,
+}
+
+/// What [`Index::take`] took out.
+pub(crate) enum Taken {
+    Nothing,
+    Transaction,
+    Object(Arc<Entry>),
+}
+
+/// A digest is random already: its first bytes are its hash.
+#[derive(Default)]
+struct DigestHasher(u64);
+
+impl Hasher for DigestHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        if bytes.len() >= 8 {
+            self.0 = get_u64(bytes, 0);
+        }
+    }
+
+    fn write_usize(&mut self, _: usize) {}
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+type Shard = RwLock<HashMap<Digest, State, BuildHasherDefault<DigestHasher>>>;
+
+/// The index of a store.
+pub(crate) struct Index {
+    shards: Box<[Shard]>,
+    order: Mutex<BTreeMap<u64, Arc<Entry>>>,
+    clock: AtomicU64,
+    objects: AtomicU64,
+}
+
+impl Index {
+    pub(crate) fn new() -> Self {
+        let shards = (0..SHARDS).map(|_| Shard::default()).collect();
+        Self { shards, order: Mutex::default(), clock: AtomicU64::new(1), objects: AtomicU64::new(0) }
+    }
+
+    fn shard(&self, digest: &Digest) -> &Shard {
+        &self.shards[digest.0[31] as usize % SHARDS]
+    }
+
+    /// Objects present.
+    pub(crate) fn objects(&self) -> u64 {
+        self.objects.load(Ordering::Relaxed)
+    }
+
+    /// The next position in the order of use.
+    pub(crate) fn tick(&self) -> u64 {
+        self.clock.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Makes later positions larger than `recency`.
+    pub(crate) fn advance(&self, recency: u64) {
+        self.clock.fetch_max(recency.saturating_add(1), Ordering::Relaxed);
+    }
+
+    /// Looks at a present object.
+    pub(crate) fn with<T>(&self, key: &ObjectKey, look: impl FnOnce(&Arc<Entry>) -> T) -> Option<T> {
+        match self.shard(key.digest()).read().get(key.digest()) {
+            Some(State::Present(entry)) if entry.key == *key => Some(look(entry)),
+            _ => None,
+        }
+    }
+
+    /// Looks at a present object known by digest alone.
+    pub(crate) fn by_digest(&self, digest: &Digest) -> Option<Arc<Entry>> {
+        match self.shard(digest).read().get(digest) {
+            Some(State::Present(entry)) => Some(entry.clone()),
+            _ => None,
+        }
+    }
+
+    /// Marks a key as being written, when it is absent and `reserve` finds room.
+    pub(crate) fn claim<T>(&self, key: &ObjectKey, token: &Token, reserve: impl FnOnce() -> Option<T>) -> Claim<T> {
+        let mut shard = self.shard(key.digest()).write();
+        match shard.entry(*key.digest()) {
+            MapEntry::Occupied(slot) => match slot.get() {
+                State::Present(_) => Claim::Present,
+                State::Writing(_) => Claim::Busy,
+            },
+            MapEntry::Vacant(slot) => match reserve() {
+                Some(reserved) => {
+                    slot.insert(State::Writing(token.clone()));
+                    Claim::Claimed(reserved)
+                }
+                None => Claim::Refused,
+            },
+        }
+    }
+
+    /// Whether the transaction still has its key.
+    pub(crate) fn claimed(&self, digest: &Digest, token: &Token) -> bool {
+        matches!(self.shard(digest).read().get(digest), Some(State::Writing(t)) if Arc::ptr_eq(t, token))
+    }
+
+    /// Gives a key up, when the transaction still has it.
+    pub(crate) fn unclaim(&self, digest: &Digest, token: &Token) {
+        let mut shard = self.shard(digest).write();
+        if matches!(shard.get(digest), Some(State::Writing(t)) if Arc::ptr_eq(t, token)) {
+            shard.remove(digest);
+        }
+    }
+
+    /// Makes an object visible, when its transaction still has the key.
+    pub(crate) fn publish(&self, token: &Token, entry: &Arc<Entry>) -> bool {
+        let digest = *entry.key.digest();
+        let mut shard = self.shard(&digest).write();
+        if !matches!(shard.get(&digest), Some(State::Writing(t)) if Arc::ptr_eq(t, token)) {
+            return false;
+        }
+        self.order_in(entry);
+        shard.insert(digest, State::Present(entry.clone()));
+        self.objects.fetch_add(1, Ordering::Relaxed);
+        true
+    }
+
+    /// Puts an object back that recovery found. The digest must be new.
+    pub(crate) fn restore(&self, entry: Arc<Entry>) {
+        self.order_in(&entry);
+        self.shard(entry.key.digest()).write().insert(*entry.key.digest(), State::Present(entry));
+        self.objects.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Opens an object for reading.
+    pub(crate) fn lease(&self, key: &ObjectKey) -> Option<Arc<Entry>> {
+        self.with(key, |entry| {
+            // Counted under the shard's lock, so that the evictor either sees it or has taken the entry already.
+            entry.leases.fetch_add(1, Ordering::Relaxed);
+            entry.recency.store(self.tick(), Ordering::Relaxed);
+            entry.clone()
+        })
+    }
+
+    /// Takes whatever is under a digest.
+    pub(crate) fn take(&self, digest: &Digest) -> Taken {
+        match self.shard(digest).write().remove(digest) {
+            None => Taken::Nothing,
+            Some(State::Writing(_)) => Taken::Transaction,
+            Some(State::Present(entry)) => {
+                self.order_out(&entry);
+                Taken::Object(entry)
+            }
+        }
+    }
+
+    /// Takes this very entry, when it is still there and `allowed`.
+    pub(crate) fn take_entry(&self, entry: &Arc<Entry>, allowed: impl FnOnce(&Entry) -> bool) -> bool {
+        let digest = entry.key.digest();
+        let mut shard = self.shard(digest).write();
+        match shard.get(digest) {
+            Some(State::Present(there)) if Arc::ptr_eq(there, entry) && allowed(entry) => {
+                shard.remove(digest);
+                self.order_out(entry);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Least recently used objects that nobody reads, until `enough` has seen its fill.
+    pub(crate) fn victims(&self, mut enough: impl FnMut(&Entry) -> bool) -> Vec<Arc<Entry>> {
+        let mut victims = Vec::new();
+        let mut order = self.order.lock();
+        let mut from = 0;
+        while let Some((&at, entry)) = order.range(from..).next() {
+            let entry = entry.clone();
+            let recency = entry.recency.load(Ordering::Relaxed);
+            if recency != at {
+                // Used since it was put in order: put it where it belongs now.
+                order.remove(&at);
+                Self::order_at(&mut order, &entry, recency, &self.clock);
+            } else if entry.leases.load(Ordering::Relaxed) == 0 {
+                let done = enough(&entry);
+                victims.push(entry);
+                if done {
+                    break;
+                }
+            }
+            from = at + 1;
+        }
+        victims
+    }
+
+    /// All present entries, shard by shard.
+    pub(crate) fn for_each_shard<E>(&self, mut each: impl FnMut(Vec<Arc<Entry>>) -> Result<(), E>) -> Result<(), E> {
+        for shard in &self.shards {
+            let entries = shard
+                .read()
+                .values()
+                .filter_map(|state| match state {
+                    State::Present(entry) => Some(entry.clone()),
+                    State::Writing(_) => None,
+                })
+                .collect();
+            each(entries)?;
+        }
+        Ok(())
+    }
+
+    fn order_in(&self, entry: &Arc<Entry>) {
+        let recency = entry.recency.load(Ordering::Relaxed);
+        Self::order_at(&mut self.order.lock(), entry, recency, &self.clock);
+    }
+
+    fn order_at(order: &mut BTreeMap<u64, Arc<Entry>>, entry: &Arc<Entry>, recency: u64, clock: &AtomicU64) {
+        let mut at = recency;
+        if order.contains_key(&at) {
+            at = clock.fetch_add(1, Ordering::Relaxed);
+            entry.recency.store(at, Ordering::Relaxed);
+        }
+        entry.ordered.store(at, Ordering::Relaxed);
+        order.insert(at, entry.clone());
+    }
+
+    fn order_out(&self, entry: &Arc<Entry>) {
+        let mut order = self.order.lock();
+        order.remove(&entry.ordered.load(Ordering::Relaxed));
+        drop(order);
+        self.objects.fetch_sub(1, Ordering::Relaxed);
+    }
+}

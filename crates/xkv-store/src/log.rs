@@ -1,0 +1,379 @@
+//! The manifest log: two areas on the first drive. One holds a snapshot of the live manifests followed by what
+//! happened since; when it is full, the next snapshot goes to the other one under the next epoch.
+//!
+//! A block of 4 KiB: magic (u32), CRC-32C of the store's UUID and bytes 8.. (u32), epoch (u64), number in the area
+//! (u64), offset of the first record that starts in the payload, or 0xFFFF (u16), bytes used of the payload (u16),
+//! zero (u32), payload. Records run over block ends; a group of records always starts a new block.
+
+use std::io;
+use std::sync::Arc;
+
+use crate::buf::{SlotBuf, SlotPool};
+use crate::bytes::{array, crc32c, get_u32, get_u64, put_u32, put_u64};
+use crate::error::{Error, Result};
+use crate::io::{BLOCK, Device};
+use crate::layout::Superblock;
+use crate::record::{Parsed, Record, parse};
+
+const MAGIC: u32 = u32::from_le_bytes(*b"XKVL");
+const HEAD: usize = 32;
+const PAYLOAD: usize = BLOCK - HEAD;
+const NO_RECORD: u16 = u16::MAX;
+/// Bytes read or written at once.
+const CHUNK: usize = 1 << 20;
+/// Largest group, in blocks; also how far a scan looks behind damage for the log's continuation.
+const GROUP_BLOCKS: u64 = 1024;
+
+/// Writes the log and reads it back.
+pub struct Log {
+    device: Arc<dyn Device>,
+    header: Superblock,
+    chunk: SlotBuf,
+    area: usize,
+    epoch: u64,
+    next: u64,
+}
+
+/// What a scan of the log found beside its records.
+#[derive(Default)]
+pub struct Recovered {
+    /// Damaged blocks in front of the log's end, and damaged records.
+    pub damaged: u64,
+    /// False when neither area held a whole snapshot.
+    pub complete: bool,
+}
+
+impl Log {
+    /// A log on the first drive of a store, positioned nowhere: call [`Log::recover`] or [`Log::snapshot`] first.
+    pub fn new(device: Arc<dyn Device>, header: Superblock) -> Result<Self> {
+        let chunk = SlotPool::new(1, CHUNK)?.try_take().expect("the only slot of a new pool is free");
+        let epoch = header.epoch;
+        Ok(Self { device, header, chunk, area: 1, epoch, next: 0 })
+    }
+
+    /// The drive's header with the epoch in force, to be written next.
+    pub fn next_header(&mut self) -> Superblock {
+        self.header.sequence += 1;
+        self.header.epoch = self.epoch;
+        self.header.clone()
+    }
+
+    /// Takes over the header that was written last.
+    pub fn start_from(&mut self, header: Superblock) {
+        self.header = header;
+    }
+
+    /// Largest group of records that fits in an area beside the largest snapshot, bytes.
+    pub fn group_limit(area_bytes: u64) -> usize {
+        (GROUP_BLOCKS.min(area_bytes / BLOCK as u64 / 8) as usize) * PAYLOAD
+    }
+
+    /// Live manifests may take so many bytes, so that a snapshot leaves a quarter of the area to the log.
+    pub fn live_limit(area_bytes: u64) -> u64 {
+        area_bytes / BLOCK as u64 * 3 / 4 * PAYLOAD as u64
+    }
+
+    fn area_blocks(&self) -> u64 {
+        self.header.area_bytes / BLOCK as u64
+    }
+
+    /// Whether a group of `bytes` fits behind what is there.
+    pub fn fits(&self, bytes: usize) -> bool {
+        self.next + blocks(bytes) <= self.area_blocks()
+    }
+
+    /// Share of the area in use, 0 to 1.
+    pub fn fill(&self) -> f64 {
+        self.next as f64 / self.area_blocks() as f64
+    }
+
+    /// Appends a group of records and flushes. On an error nothing of the group counts, though parts may be readable
+    /// after a crash.
+    pub fn append(&mut self, records: &[u8]) -> io::Result<()> {
+        let mut writer = BlockWriter::new(self, self.area, self.epoch, self.next);
+        writer.push(records)?;
+        let next = writer.finish()?;
+        self.device.flush()?;
+        self.next = next;
+        Ok(())
+    }
+
+    /// Writes a snapshot to the other area under the next epoch and goes on there. `fill` hands every record to its
+    /// argument, the end record last.
+    pub fn snapshot(
+        &mut self,
+        fill: impl FnOnce(&mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let (area, epoch) = (1 - self.area, self.epoch + 1);
+        let mut writer = BlockWriter::new(self, area, epoch, 0);
+        fill(&mut |records| writer.push(records))?;
+        let next = writer.finish()?;
+        self.device.flush()?;
+        (self.area, self.epoch, self.next) = (area, epoch, next);
+        Ok(())
+    }
+
+    /// Reads the newest whole log, handing every record to `found` in order, and goes on behind it. `reset` is called
+    /// before a log is read: what was found before does not count.
+    ///
+    /// # Errors
+    /// The drive refuses to read.
+    pub fn recover(&mut self, mut reset: impl FnMut(), mut found: impl FnMut(Record)) -> Result<Recovered> {
+        let mut epochs = Vec::new();
+        for area in 0..2 {
+            if let Some(epoch) = self.first_epoch(area)? {
+                epochs.push((epoch, area));
+            }
+        }
+        epochs.sort_unstable();
+        let newest = epochs.last().map_or(0, |e| e.0).max(self.header.epoch);
+        for (epoch, area) in epochs.into_iter().rev() {
+            reset();
+            let mut recovered = Recovered::default();
+            let end = self.scan(area, epoch, &mut recovered, &mut found)?;
+            if recovered.complete {
+                (self.area, self.epoch, self.next) = (area, epoch, end);
+                return Ok(recovered);
+            }
+        }
+        reset();
+        // A fresh epoch above any that was ever used; blocks that could not be read may carry the one after `newest`.
+        self.epoch = newest + 1;
+        Ok(Recovered::default())
+    }
+
+    /// Epoch of the first readable block of an area, within the first group.
+    fn first_epoch(&mut self, area: usize) -> Result<Option<u64>> {
+        let blocks = GROUP_BLOCKS.min(self.area_blocks());
+        for from in (0..blocks).step_by(CHUNK / BLOCK) {
+            let count = ((blocks - from) as usize).min(CHUNK / BLOCK);
+            self.read(area, from, count)?;
+            for (i, block) in self.chunk[..count * BLOCK].chunks_exact(BLOCK).enumerate() {
+                if let Some(block) = open_block(&self.header, block)
+                    && block.number == from + i as u64
+                {
+                    return Ok(Some(block.epoch));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Reads blocks of an area into the chunk. A block that the drive cannot read is left zero, so that it counts as
+    /// damaged and costs only its own records.
+    fn read(&mut self, area: usize, from: u64, count: usize) -> Result<()> {
+        let offset = self.header.area_offset(area) + from * BLOCK as u64;
+        let bytes = &mut self.chunk[..count * BLOCK];
+        if self.device.read_at(bytes, offset).is_ok() {
+            return Ok(());
+        }
+        let mut readable = 0;
+        let mut last = None;
+        for (i, block) in bytes.chunks_exact_mut(BLOCK).enumerate() {
+            match self.device.read_at(block, offset + (i * BLOCK) as u64) {
+                Ok(()) => readable += 1,
+                Err(error) => {
+                    block.fill(0);
+                    last = Some(error);
+                }
+            }
+        }
+        match last {
+            Some(error) if readable == 0 => {
+                Err(Error::io(format!("{}: cannot read the manifest log at byte {offset}", self.device.name()), error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Reads one area. Returns the block after the last valid one.
+    fn scan(
+        &mut self,
+        area: usize,
+        epoch: u64,
+        recovered: &mut Recovered,
+        found: &mut impl FnMut(Record),
+    ) -> Result<u64> {
+        let mut stream = Stream { bytes: Vec::new(), limit: self.header.area_bytes as usize };
+        let (mut end, mut missing) = (0, 0);
+        let blocks = self.area_blocks();
+        for from in (0..blocks).step_by(CHUNK / BLOCK) {
+            let count = ((blocks - from) as usize).min(CHUNK / BLOCK);
+            self.read(area, from, count)?;
+            for (i, bytes) in self.chunk[..count * BLOCK].chunks_exact(BLOCK).enumerate() {
+                let number = from + i as u64;
+                let block = open_block(&self.header, bytes).filter(|b| b.epoch == epoch && b.number == number);
+                let Some(block) = block else {
+                    missing += 1;
+                    if missing > GROUP_BLOCKS {
+                        return Ok(end);
+                    }
+                    continue;
+                };
+                if missing > 0 {
+                    recovered.damaged += missing;
+                    missing = 0;
+                    stream.bytes.clear();
+                }
+                end = number + 1;
+                recovered.damaged += stream.push(&block, |record| match record {
+                    Record::SnapshotEnd(_) => recovered.complete = true,
+                    record => found(record),
+                });
+            }
+        }
+        Ok(end)
+    }
+}
+
+/// Blocks that `bytes` of records take.
+fn blocks(bytes: usize) -> u64 {
+    bytes.div_ceil(PAYLOAD) as u64
+}
+
+struct Block<'a> {
+    epoch: u64,
+    number: u64,
+    first: u16,
+    payload: &'a [u8],
+}
+
+/// The block in `bytes`, when it is one of this store's log.
+fn open_block<'a>(header: &Superblock, bytes: &'a [u8]) -> Option<Block<'a>> {
+    if get_u32(bytes, 0) != MAGIC || get_u32(bytes, 4) != crc32c(&[&header.set, &bytes[8..BLOCK]]) {
+        return None;
+    }
+    let used = u16::from_le_bytes(array(bytes, 26)) as usize;
+    Some(Block {
+        epoch: get_u64(bytes, 8),
+        number: get_u64(bytes, 16),
+        first: u16::from_le_bytes(array(bytes, 24)),
+        payload: bytes[HEAD..].get(..used)?,
+    })
+}
+
+/// Puts records together that run over block ends.
+struct Stream {
+    /// Start of a record whose rest is in the next block.
+    bytes: Vec<u8>,
+    limit: usize,
+}
+
+impl Stream {
+    /// Takes the next block of the log. Returns the number of damaged records.
+    fn push(&mut self, block: &Block<'_>, mut found: impl FnMut(Record)) -> u64 {
+        let mut damaged = 0;
+        let mut at = 0;
+        if self.bytes.is_empty() || block.first == 0 {
+            damaged += u64::from(!self.bytes.is_empty());
+            self.bytes.clear();
+            at = (block.first as usize).min(block.payload.len());
+        }
+        self.bytes.extend_from_slice(&block.payload[at..]);
+        let mut done = 0;
+        loop {
+            match parse(&self.bytes[done..], self.limit) {
+                Parsed::Record(record, len) => {
+                    found(record);
+                    done += len;
+                }
+                Parsed::Damaged(len) => {
+                    damaged += 1;
+                    done += len;
+                }
+                Parsed::Incomplete => break,
+                Parsed::Lost => {
+                    damaged += 1;
+                    done = self.bytes.len();
+                }
+            }
+        }
+        self.bytes.drain(..done);
+        damaged
+    }
+}
+
+/// Packs records into blocks and writes them, a chunk at a time.
+struct BlockWriter<'a> {
+    log: &'a mut Log,
+    area: usize,
+    epoch: u64,
+    /// Block that the first byte of the chunk goes to.
+    base: u64,
+    /// Blocks in the chunk.
+    ready: usize,
+    /// Records not packed yet, and where records start in them.
+    pending: Vec<u8>,
+    starts: std::collections::VecDeque<usize>,
+}
+
+impl<'a> BlockWriter<'a> {
+    fn new(log: &'a mut Log, area: usize, epoch: u64, base: u64) -> Self {
+        let (pending, starts) = Default::default();
+        Self { log, area, epoch, base, ready: 0, pending, starts }
+    }
+
+    /// Takes whole records.
+    fn push(&mut self, records: &[u8]) -> io::Result<()> {
+        let mut at = 0;
+        while at < records.len() {
+            self.starts.push_back(self.pending.len() + at);
+            at += get_u32(records, at) as usize;
+        }
+        self.pending.extend_from_slice(records);
+        self.pack(PAYLOAD)
+    }
+
+    /// Writes what is left. Returns the block after the last one.
+    fn finish(mut self) -> io::Result<u64> {
+        self.pack(1)?;
+        self.write()?;
+        Ok(self.base)
+    }
+
+    /// Packs while at least `least` bytes are pending.
+    fn pack(&mut self, least: usize) -> io::Result<()> {
+        let mut done = 0;
+        while self.pending.len() - done >= least {
+            let used = (self.pending.len() - done).min(PAYLOAD);
+            let first = self.starts.front().map(|s| s - done).filter(|&s| s < used);
+            let block = &mut self.log.chunk[self.ready * BLOCK..][..BLOCK];
+            put_u32(block, 0, MAGIC);
+            put_u64(block, 8, self.epoch);
+            put_u64(block, 16, self.base + self.ready as u64);
+            block[24..26].copy_from_slice(&first.map_or(NO_RECORD, |f| f as u16).to_le_bytes());
+            block[26..28].copy_from_slice(&(used as u16).to_le_bytes());
+            block[28..HEAD].fill(0);
+            block[HEAD..HEAD + used].copy_from_slice(&self.pending[done..done + used]);
+            block[HEAD + used..].fill(0);
+            let crc = crc32c(&[&self.log.header.set, &block[8..]]);
+            put_u32(block, 4, crc);
+            done += used;
+            while self.starts.front().is_some_and(|&s| s < done) {
+                self.starts.pop_front();
+            }
+            self.ready += 1;
+            if self.ready == CHUNK / BLOCK {
+                self.write()?;
+            }
+        }
+        self.pending.drain(..done);
+        for start in &mut self.starts {
+            *start -= done;
+        }
+        Ok(())
+    }
+
+    fn write(&mut self) -> io::Result<()> {
+        if self.base + self.ready as u64 > self.log.area_blocks() {
+            return Err(io::Error::other("the manifest area is full"));
+        }
+        if self.ready > 0 {
+            let offset = self.log.header.area_offset(self.area) + self.base * BLOCK as u64;
+            self.log.device.write_at(&self.log.chunk[..self.ready * BLOCK], offset)?;
+        }
+        self.base += self.ready as u64;
+        self.ready = 0;
+        Ok(())
+    }
+}
