@@ -64,7 +64,9 @@ impl SlotPool {
         };
         if base == libc::MAP_FAILED {
             return Err(Error::io(
-                format!("{slots} slots of {slot_bytes} bytes: cannot map {bytes} bytes; lower batch_slots"),
+                format!(
+                    "{slots} slots of {slot_bytes} bytes: cannot map {bytes} bytes; lower batch_slots"
+                ),
                 std::io::Error::last_os_error(),
             ));
         }
@@ -74,18 +76,33 @@ impl SlotPool {
         }
         let (free_tx, free_rx) = crossbeam_channel::bounded(slots);
         for slot in 0..slots as u32 {
-            free_tx.try_send(slot).expect("the channel holds every slot");
+            free_tx
+                .try_send(slot)
+                .expect("the channel holds every slot");
         }
         let base = NonNull::new(base.cast()).expect("mmap never returns null here");
         let low_water = AtomicUsize::new(slots);
-        Ok(Self(Arc::new(Region { base, bytes, slot_bytes, free_tx, free_rx, slots, low_water })))
+        Ok(Self(Arc::new(Region {
+            base,
+            bytes,
+            slot_bytes,
+            free_tx,
+            free_rx,
+            slots,
+            low_water,
+        })))
     }
 
     /// A free slot, or none at once.
     pub fn try_take(&self) -> Option<SlotBuf> {
         let slot = self.0.free_rx.try_recv().ok()?;
-        self.0.low_water.fetch_min(self.0.free_rx.len(), Ordering::Relaxed);
-        Some(SlotBuf { region: self.0.clone(), slot })
+        self.0
+            .low_water
+            .fetch_min(self.0.free_rx.len(), Ordering::Relaxed);
+        Some(SlotBuf {
+            region: self.0.clone(),
+            slot,
+        })
     }
 
     /// Free slots now.
@@ -118,7 +135,11 @@ pub struct SlotBuf {
 impl SlotBuf {
     fn start(&self) -> NonNull<u8> {
         // SAFETY: `slot` is below the region's slot count, so the offset stays inside the mapping.
-        unsafe { self.region.base.add(self.slot as usize * self.region.slot_bytes) }
+        unsafe {
+            self.region
+                .base
+                .add(self.slot as usize * self.region.slot_bytes)
+        }
     }
 }
 
@@ -140,7 +161,10 @@ impl DerefMut for SlotBuf {
 
 impl Drop for SlotBuf {
     fn drop(&mut self) {
-        self.region.free_tx.try_send(self.slot).expect("the channel holds every slot");
+        self.region
+            .free_tx
+            .try_send(self.slot)
+            .expect("the channel holds every slot");
     }
 }
 

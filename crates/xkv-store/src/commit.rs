@@ -38,6 +38,8 @@ pub(crate) enum Op {
         entry: Option<Arc<Entry>>,
         done: Done<()>,
     },
+    /// Answer when everything queued before is durable.
+    Barrier { done: Done<()> },
 }
 
 impl Op {
@@ -45,6 +47,7 @@ impl Op {
         match self {
             Op::Commit { entry, .. } => entry.slots.manifest_bytes() as usize,
             Op::Remove { .. } => record::HEADER + 32,
+            Op::Barrier { .. } => 0,
         }
     }
 
@@ -58,6 +61,10 @@ impl Op {
             Op::Remove { entry, done, .. } => {
                 done(Err(error));
                 entry
+            }
+            Op::Barrier { done } => {
+                done(Err(error));
+                None
             }
         }
     }
@@ -90,6 +97,18 @@ impl Commits {
         }
         state.ops.push_back(op);
         self.wake.notify_one();
+    }
+
+    /// Calls `done` once everything queued so far is durable: at once when nothing is.
+    pub(crate) fn barrier(&self, read_only: bool, done: Done<()>) {
+        let state = self.state.lock();
+        let idle = state.ops.is_empty() && state.busy.is_none() && !read_only && !state.ended;
+        drop(state);
+        if idle {
+            done(Ok(()))
+        } else {
+            self.push(Op::Barrier { done })
+        }
     }
 
     /// Asks the committer to finish what is queued and end.
@@ -134,7 +153,10 @@ pub(crate) fn closed() -> Error {
 }
 
 fn log_failed() -> Error {
-    Error::new(ErrorKind::ReadOnly, "the store is read-only since its manifest log failed")
+    Error::new(
+        ErrorKind::ReadOnly,
+        "the store is read-only since its manifest log failed",
+    )
 }
 
 /// What runs on the committer's thread.
@@ -148,7 +170,12 @@ pub(crate) struct Committer {
 
 impl Committer {
     pub(crate) fn new(inner: Arc<Inner>, log: Log) -> Self {
-        Self { inner, log, limbo: Vec::new(), tried: Instant::now() }
+        Self {
+            inner,
+            log,
+            limbo: Vec::new(),
+            tried: Instant::now(),
+        }
     }
 
     pub(crate) fn run(mut self) {
@@ -174,7 +201,7 @@ impl Committer {
     fn group(&mut self, group: Vec<Op>) {
         let (mut group, orphans): (Vec<Op>, Vec<Op>) = group.into_iter().partition(|op| match op {
             Op::Commit { txn, .. } => txn.holds_key(),
-            Op::Remove { .. } => true,
+            Op::Remove { .. } | Op::Barrier { .. } => true,
         });
         for op in orphans {
             op.fail(removed());
@@ -182,14 +209,19 @@ impl Committer {
         if group.iter().any(|op| matches!(op, Op::Commit { .. })) {
             let flushed = self.inner.flush();
             let (lost, kept): (Vec<Op>, Vec<Op>) = group.into_iter().partition(|op| match op {
-                Op::Commit { txn, .. } => txn.generation != self.inner.flush_failures.load(Ordering::SeqCst),
-                Op::Remove { .. } => false,
+                Op::Commit { txn, .. } => {
+                    txn.generation != self.inner.flush_failures.load(Ordering::SeqCst)
+                }
+                Op::Remove { .. } | Op::Barrier { .. } => false,
             });
             group = kept;
             for op in lost {
                 let text = match &flushed {
                     Err(error) => format!("the drive could not be flushed: {error}"),
-                    Ok(()) => "an earlier flush of the drive failed while the object was being written".to_owned(),
+                    Ok(()) => {
+                        "an earlier flush of the drive failed while the object was being written"
+                            .to_owned()
+                    }
                 };
                 op.fail(Error::new(ErrorKind::Io, text));
             }
@@ -199,14 +231,17 @@ impl Committer {
             match op {
                 Op::Commit { entry, .. } => record::put_commit(&mut records, &entry.manifest()),
                 Op::Remove { digest, .. } => record::put_remove(&mut records, digest),
+                Op::Barrier { .. } => {}
             }
         }
         let limit = self.inner.group_limit.saturating_sub(records.len());
         self.inner.put_touched(&mut records, limit);
-        if records.is_empty() {
-            return;
-        }
-        if let Err(error) = self.append(&records) {
+        let written = if records.is_empty() {
+            Ok(())
+        } else {
+            self.append(&records)
+        };
+        if let Err(error) = written {
             // Set before any entry is let go, so that no new transaction gets slots the log may still name.
             self.inner.set_read_only(&error);
             self.tried = Instant::now();
@@ -215,7 +250,10 @@ impl Committer {
             }
             return;
         }
-        self.inner.counters.groups.fetch_add(1, Ordering::Relaxed);
+        self.inner
+            .counters
+            .groups
+            .fetch_add(u64::from(!records.is_empty()), Ordering::Relaxed);
         for op in group {
             self.apply(op);
         }
@@ -225,14 +263,21 @@ impl Committer {
         match op {
             Op::Commit { txn, entry, done } => {
                 if self.inner.index.publish(&txn.token, &entry) {
-                    self.inner.counters.committed.fetch_add(1, Ordering::Relaxed);
+                    self.inner
+                        .counters
+                        .committed
+                        .fetch_add(1, Ordering::Relaxed);
                     drop((txn, entry));
                     self.inner.signals.changed();
                     done(Ok(()));
                 } else {
                     // Removed while its record was being written. The log must hear of it before the slots are free.
                     let digest = *entry.key.digest();
-                    self.inner.commits.push(Op::Remove { digest, entry: Some(entry), done: Box::new(|_| ()) });
+                    self.inner.commits.push(Op::Remove {
+                        digest,
+                        entry: Some(entry),
+                        done: Box::new(|_| ()),
+                    });
                     drop(txn);
                     done(Err(removed()));
                 }
@@ -241,6 +286,7 @@ impl Committer {
                 drop(entry);
                 done(Ok(()));
             }
+            Op::Barrier { done } => done(Ok(())),
         }
     }
 
@@ -283,7 +329,10 @@ impl Committer {
         match self.snapshot() {
             Ok(()) => {
                 self.inner.set_writable();
-                tracing::info!(drive = self.inner.drives[0].device.name(), "the manifest log works again; the store takes changes");
+                tracing::info!(
+                    drive = self.inner.drives[0].device.name(),
+                    "the manifest log works again; the store takes changes"
+                );
             }
             Err(error) => {
                 tracing::debug!(drive = self.inner.drives[0].device.name(), %error, "the manifest log still fails");
@@ -293,5 +342,8 @@ impl Committer {
 }
 
 fn removed() -> Error {
-    Error::new(ErrorKind::Removed, "the object was removed while it was being stored")
+    Error::new(
+        ErrorKind::Removed,
+        "the object was removed while it was being stored",
+    )
 }

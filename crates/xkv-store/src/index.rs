@@ -33,10 +33,26 @@ pub struct Entry {
 }
 
 impl Entry {
-    pub(crate) fn new(key: ObjectKey, size: u64, slots: Slots, sums: Box<[FragmentSums]>, recency: u64) -> Self {
+    pub(crate) fn new(
+        key: ObjectKey,
+        size: u64,
+        slots: Slots,
+        sums: Box<[FragmentSums]>,
+        recency: u64,
+    ) -> Self {
         let recency = AtomicU64::new(recency);
-        let (ordered, leases, touched) = (AtomicU64::new(0), AtomicU32::new(0), AtomicBool::new(false));
-        Self { key, size, slots, sums, recency, ordered, leases, touched }
+        let (ordered, leases, touched) =
+            (AtomicU64::new(0), AtomicU32::new(0), AtomicBool::new(false));
+        Self {
+            key,
+            size,
+            slots,
+            sums,
+            recency,
+            ordered,
+            leases,
+            touched,
+        }
     }
 
     pub(crate) fn manifest(&self) -> ManifestRef<'_> {
@@ -105,7 +121,12 @@ pub(crate) struct Index {
 impl Index {
     pub(crate) fn new() -> Self {
         let shards = (0..SHARDS).map(|_| Shard::default()).collect();
-        Self { shards, order: Mutex::default(), clock: AtomicU64::new(1), objects: AtomicU64::new(0) }
+        Self {
+            shards,
+            order: Mutex::default(),
+            clock: AtomicU64::new(1),
+            objects: AtomicU64::new(0),
+        }
     }
 
     fn shard(&self, digest: &Digest) -> &Shard {
@@ -124,11 +145,16 @@ impl Index {
 
     /// Makes later positions larger than `recency`.
     pub(crate) fn advance(&self, recency: u64) {
-        self.clock.fetch_max(recency.saturating_add(1), Ordering::Relaxed);
+        self.clock
+            .fetch_max(recency.saturating_add(1), Ordering::Relaxed);
     }
 
     /// Looks at a present object.
-    pub(crate) fn with<T>(&self, key: &ObjectKey, look: impl FnOnce(&Arc<Entry>) -> T) -> Option<T> {
+    pub(crate) fn with<T>(
+        &self,
+        key: &ObjectKey,
+        look: impl FnOnce(&Arc<Entry>) -> T,
+    ) -> Option<T> {
         match self.shard(key.digest()).read().get(key.digest()) {
             Some(State::Present(entry)) if entry.key == *key => Some(look(entry)),
             _ => None,
@@ -144,7 +170,12 @@ impl Index {
     }
 
     /// Marks a key as being written, when it is absent and `reserve` finds room.
-    pub(crate) fn claim<T>(&self, key: &ObjectKey, token: &Token, reserve: impl FnOnce() -> Option<T>) -> Claim<T> {
+    pub(crate) fn claim<T>(
+        &self,
+        key: &ObjectKey,
+        token: &Token,
+        reserve: impl FnOnce() -> Option<T>,
+    ) -> Claim<T> {
         let mut shard = self.shard(key.digest()).write();
         match shard.entry(*key.digest()) {
             MapEntry::Occupied(slot) => match slot.get() {
@@ -190,7 +221,9 @@ impl Index {
     /// Puts an object back that recovery found. The digest must be new.
     pub(crate) fn restore(&self, entry: Arc<Entry>) {
         self.order_in(&entry);
-        self.shard(entry.key.digest()).write().insert(*entry.key.digest(), State::Present(entry));
+        self.shard(entry.key.digest())
+            .write()
+            .insert(*entry.key.digest(), State::Present(entry));
         self.objects.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -217,7 +250,11 @@ impl Index {
     }
 
     /// Takes this very entry, when it is still there and `allowed`.
-    pub(crate) fn take_entry(&self, entry: &Arc<Entry>, allowed: impl FnOnce(&Entry) -> bool) -> bool {
+    pub(crate) fn take_entry(
+        &self,
+        entry: &Arc<Entry>,
+        allowed: impl FnOnce(&Entry) -> bool,
+    ) -> bool {
         let digest = entry.key.digest();
         let mut shard = self.shard(digest).write();
         match shard.get(digest) {
@@ -255,7 +292,10 @@ impl Index {
     }
 
     /// All present entries, shard by shard.
-    pub(crate) fn for_each_shard<E>(&self, mut each: impl FnMut(Vec<Arc<Entry>>) -> Result<(), E>) -> Result<(), E> {
+    pub(crate) fn for_each_shard<E>(
+        &self,
+        mut each: impl FnMut(Vec<Arc<Entry>>) -> Result<(), E>,
+    ) -> Result<(), E> {
         for shard in &self.shards {
             let entries = shard
                 .read()
@@ -275,7 +315,12 @@ impl Index {
         Self::order_at(&mut self.order.lock(), entry, recency, &self.clock);
     }
 
-    fn order_at(order: &mut BTreeMap<u64, Arc<Entry>>, entry: &Arc<Entry>, recency: u64, clock: &AtomicU64) {
+    fn order_at(
+        order: &mut BTreeMap<u64, Arc<Entry>>,
+        entry: &Arc<Entry>,
+        recency: u64,
+        clock: &AtomicU64,
+    ) {
         let mut at = recency;
         if order.contains_key(&at) {
             at = clock.fetch_add(1, Ordering::Relaxed);

@@ -179,7 +179,11 @@ impl Inner {
 
     /// Flushes every drive that was written to.
     pub(crate) fn flush(&self) -> io::Result<()> {
-        let dirty: Vec<&Drive> = self.drives.iter().filter(|drive| drive.dirty.swap(false, Ordering::SeqCst)).collect();
+        let dirty: Vec<&Drive> = self
+            .drives
+            .iter()
+            .filter(|drive| drive.dirty.swap(false, Ordering::SeqCst))
+            .collect();
         let flush = |drive: &&Drive| {
             drive.device.flush().inspect_err(|error| {
                 drive.dirty.store(true, Ordering::SeqCst);
@@ -191,11 +195,19 @@ impl Inner {
             [] => Ok(()),
             [one] => flush(one),
             many => std::thread::scope(|scope| {
-                let running: Vec<_> = many.iter().map(|drive| scope.spawn(|| flush(drive))).collect();
-                running
+                let running: Vec<_> = many
+                    .iter()
+                    .map(|drive| scope.spawn(|| flush(drive)))
+                    .collect();
+                let ended: Vec<_> = running
                     .into_iter()
-                    .map(|flush| flush.join().unwrap_or_else(|_| Err(io::Error::other("the flush panicked"))))
-                    .fold(Ok(()), |all, one| all.and(one))
+                    .map(|flush| {
+                        flush
+                            .join()
+                            .unwrap_or_else(|_| Err(io::Error::other("the flush panicked")))
+                    })
+                    .collect();
+                ended.into_iter().collect()
             }),
         }
     }
@@ -230,7 +242,13 @@ impl Inner {
         let (drive, slot) = self.allocator.place(slot);
         let drive = &self.drives[drive];
         let offset = drive.slots_offset + u64::from(slot) * self.fragment_bytes as u64;
-        drive.engine.submit(IoRequest { op, offset, len: len.next_multiple_of(BLOCK), buf, done });
+        drive.engine.submit(IoRequest {
+            op,
+            offset,
+            len: len.next_multiple_of(BLOCK),
+            buf,
+            done,
+        });
     }
 }
 
@@ -271,9 +289,14 @@ impl Handle {
             }
         }
         for drive in &self.inner.drives {
-            let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(10));
+            let left = deadline
+                .saturating_duration_since(Instant::now())
+                .max(Duration::from_millis(10));
             if !drive.engine.shutdown(left) {
-                tracing::warn!(drive = drive.device.name(), "closing while the drive still has I/O in flight");
+                tracing::warn!(
+                    drive = drive.device.name(),
+                    "closing while the drive still has I/O in flight"
+                );
             }
         }
     }
@@ -291,11 +314,19 @@ impl Store {
             files.push(open(path, &options)?);
         }
         let devices: Vec<&dyn Device> = files.iter().map(|file| file as &dyn Device).collect();
-        let (headers, fresh) = match set::recognise(&devices, config.fragment_bytes, config.force)? {
+        let (headers, fresh) = match set::recognise(&devices, config.fragment_bytes, config.force)?
+        {
             Found::Store(headers) => (headers, false),
             Found::Blank => {
                 let headers = set::plan(&devices, config.fragment_bytes)?;
-                (headers.into_iter().enumerate().map(|(i, h)| (h, i)).collect(), true)
+                (
+                    headers
+                        .into_iter()
+                        .enumerate()
+                        .map(|(i, h)| (h, i))
+                        .collect(),
+                    true,
+                )
             }
         };
         for (header, position) in &headers {
@@ -305,7 +336,13 @@ impl Store {
             }
         }
         if !fresh {
-            config.warn_of_other_size(&files.iter().filter(|f| !f.is_block_device()).map(|f| f.size()).sum());
+            config.warn_of_other_size(
+                &files
+                    .iter()
+                    .filter(|f| !f.is_block_device())
+                    .map(|f| f.size())
+                    .sum(),
+            );
         }
         let mut files: Vec<Option<_>> = files.into_iter().map(Some).collect();
         let drives = headers
@@ -334,22 +371,34 @@ impl Store {
             }
         }
         let devices: Vec<&dyn Device> = existing.iter().map(|file| file as &dyn Device).collect();
-        let found = if devices.is_empty() { Found::Blank } else { set::recognise(&devices, config.fragment_bytes, config.force)? };
+        let found = if devices.is_empty() {
+            Found::Blank
+        } else {
+            set::recognise(&devices, config.fragment_bytes, config.force)?
+        };
         match found {
             Found::Store(_) => match planned.first() {
                 Some((path, _)) => Err(Error::new(
                     ErrorKind::Mismatch,
-                    format!("{}: blank, but the other drives hold a store; name exactly its drives", path.display()),
+                    format!(
+                        "{}: blank, but the other drives hold a store; name exactly its drives",
+                        path.display()
+                    ),
                 )),
                 None => Ok(()),
             },
             Found::Blank => {
                 let mut names: Vec<&str> = devices.iter().map(|d| d.name()).collect();
                 let mut sizes: Vec<u64> = devices.iter().map(|d| d.size()).collect();
-                let paths: Vec<String> = planned.iter().map(|(path, _)| path.display().to_string()).collect();
+                let paths: Vec<String> = planned
+                    .iter()
+                    .map(|(path, _)| path.display().to_string())
+                    .collect();
                 names.extend(paths.iter().map(String::as_str));
                 sizes.extend(planned.iter().map(|_| options.file_bytes));
-                let fragment_bytes = config.fragment_bytes.unwrap_or(crate::layout::DEFAULT_FRAGMENT_BYTES);
+                let fragment_bytes = config
+                    .fragment_bytes
+                    .unwrap_or(crate::layout::DEFAULT_FRAGMENT_BYTES);
                 let uuids = vec![[0; 16]; names.len()];
                 crate::layout::plan(&names, &sizes, fragment_bytes, [0; 16], &uuids).map(|_| ())
             }
@@ -366,14 +415,28 @@ impl Store {
             Found::Store(headers) => (headers, false),
             Found::Blank => {
                 let headers = set::plan(&refs, config.fragment_bytes)?;
-                (headers.into_iter().enumerate().map(|(i, h)| (h, i)).collect(), true)
+                (
+                    headers
+                        .into_iter()
+                        .enumerate()
+                        .map(|(i, h)| (h, i))
+                        .collect(),
+                    true,
+                )
             }
         };
-        let drives = headers.into_iter().map(|(header, position)| (header, devices[position].clone())).collect();
+        let drives = headers
+            .into_iter()
+            .map(|(header, position)| (header, devices[position].clone()))
+            .collect();
         Self::start(drives, fresh, config)
     }
 
-    fn start(mut drives: Vec<(Superblock, Arc<dyn Device>)>, fresh: bool, config: &StoreConfig) -> Result<Store> {
+    fn start(
+        mut drives: Vec<(Superblock, Arc<dyn Device>)>,
+        fresh: bool,
+        config: &StoreConfig,
+    ) -> Result<Store> {
         let mut log = Log::new(drives[0].1.clone(), drives[0].0.clone())?;
         let slots: Vec<u64> = drives.iter().map(|(header, _)| header.slots).collect();
         if fresh {
@@ -386,7 +449,11 @@ impl Store {
         log.start_from(first.clone());
         let recovery = recover(&mut log, slots.iter().sum::<u64>() as usize, fragment_bytes)?;
         let mut used = vec![false; slots.iter().sum::<u64>() as usize];
-        for (slot, _) in recovery.live.iter().flat_map(|live| &live.manifest.fragments) {
+        for (slot, _) in recovery
+            .live
+            .iter()
+            .flat_map(|live| &live.manifest.fragments)
+        {
             used[*slot as usize] = true;
         }
         let signals = Arc::new(Signals::default());
@@ -406,7 +473,11 @@ impl Store {
                     })
                 })
                 .collect::<Result<_>>()?,
-            allocator: Arc::new(Allocator::new(&slots, |slot| used[slot as usize], on_release)),
+            allocator: Arc::new(Allocator::new(
+                &slots,
+                |slot| used[slot as usize],
+                on_release,
+            )),
             index: Index::new(),
             commits: Commits::default(),
             signals,
@@ -420,7 +491,10 @@ impl Store {
             closed: AtomicBool::new(false),
             touched: Mutex::default(),
         });
-        inner.counters.damaged.store(recovery.damaged, Ordering::Relaxed);
+        inner
+            .counters
+            .damaged
+            .store(recovery.damaged, Ordering::Relaxed);
         for live in recovery.live {
             inner.restore(live);
         }
@@ -447,9 +521,15 @@ impl Store {
             let inner = inner.clone();
             move || evict::run(&inner)
         };
-        let threads = vec![spawn("xkv-commit", move || committer.run())?, spawn("xkv-evict", evictor)?];
+        let threads = vec![
+            spawn("xkv-commit", move || committer.run())?,
+            spawn("xkv-evict", evictor)?,
+        ];
         inner.signals.kick();
-        Ok(Store(Arc::new(Handle { inner, threads: Mutex::new(threads) })))
+        Ok(Store(Arc::new(Handle {
+            inner,
+            threads: Mutex::new(threads),
+        })))
     }
 
     /// Bytes of a fragment.
@@ -469,7 +549,11 @@ impl Store {
             .drives
             .iter()
             .map(|drive| {
-                let cache = if drive.device.is_direct() { "direct" } else { "buffered" };
+                let cache = if drive.device.is_direct() {
+                    "direct"
+                } else {
+                    "buffered"
+                };
                 format!("{} ({}, {cache})", drive.device.name(), drive.engine.name())
             })
             .collect();
@@ -498,7 +582,9 @@ impl Store {
             return self.contains(key).then_some(1);
         }
         inner.index.with(key, |entry| {
-            entry.slots.numbers().iter().fold(0, |set, &slot| set | 1 << inner.allocator.place(slot).0.min(63))
+            entry.slots.numbers().iter().fold(0, |set, &slot| {
+                set | 1 << inner.allocator.place(slot).0.min(63)
+            })
         })
     }
 
@@ -512,7 +598,11 @@ impl Store {
         let fragments = inner.fragments(size) as usize;
         let manifest = manifest_bytes(key_bytes, fragments);
         let largest = evict::largest_object(inner.allocator.slots());
-        if size == 0 || key_bytes > MAX_KEY_BYTES || fragments > largest || manifest > inner.group_limit {
+        if size == 0
+            || key_bytes > MAX_KEY_BYTES
+            || fragments > largest
+            || manifest > inner.group_limit
+        {
             return Begin::NoSpace;
         }
         inner.largest.fetch_max(fragments, Ordering::Relaxed);
@@ -524,11 +614,17 @@ impl Store {
             }
             let reserve = || {
                 let room = inner.allocator.manifest_bytes() + manifest as u64 <= inner.live_limit;
-                room.then(|| inner.allocator.reserve(fragments, manifest as u64)).flatten()
+                room.then(|| inner.allocator.reserve(fragments, manifest as u64))
+                    .flatten()
             };
             match inner.index.claim(key, &token, reserve) {
                 Claim::Claimed(slots) => {
-                    if inner.allocator.free() < evict::reserve(inner.allocator.slots(), inner.largest.load(Ordering::Relaxed)) {
+                    if inner.allocator.free()
+                        < evict::reserve(
+                            inner.allocator.slots(),
+                            inner.largest.load(Ordering::Relaxed),
+                        )
+                    {
                         inner.signals.kick();
                     }
                     let generation = inner.flush_failures.load(Ordering::SeqCst);
@@ -568,7 +664,10 @@ impl Store {
                 entry.touched.store(false, Ordering::Relaxed);
             }
         }
-        Some(Lease { store: inner.clone(), entry })
+        Some(Lease {
+            store: inner.clone(),
+            entry,
+        })
     }
 
     /// Removes an object and ends a transaction on it. `done` gets whether there was one, once the removal is
@@ -576,14 +675,22 @@ impl Store {
     pub fn remove(&self, key: &ObjectKey, done: Done<bool>) {
         let inner = &self.0.inner;
         let digest = *key.digest();
-        let (found, entry) = match inner.index.take(&digest) {
-            Taken::Nothing => return done(Ok(false)),
-            Taken::Transaction => (true, None),
-            Taken::Object(entry) => (true, Some(entry)),
+        let entry = match inner.index.take(&digest) {
+            // An earlier removal, or a commit that failed, may not be durable yet.
+            Taken::Nothing => {
+                let done = Box::new(move |outcome: Result<()>| done(outcome.map(|()| false)));
+                return inner.commits.barrier(inner.read_only(), done);
+            }
+            Taken::Transaction => None,
+            Taken::Object(entry) => Some(entry),
         };
         inner.counters.removed.fetch_add(1, Ordering::Relaxed);
-        let done = Box::new(move |outcome: Result<()>| done(outcome.map(|()| found)));
-        inner.commits.push(Op::Remove { digest, entry, done });
+        let done = Box::new(move |outcome: Result<()>| done(outcome.map(|()| true)));
+        inner.commits.push(Op::Remove {
+            digest,
+            entry,
+            done,
+        });
     }
 
     /// Removes a damaged object, unless another one has taken its place since.
@@ -592,7 +699,11 @@ impl Store {
         if inner.index.take_entry(&lease.entry, |_| true) {
             inner.counters.discarded.fetch_add(1, Ordering::Relaxed);
             let (digest, entry) = (*lease.entry.key.digest(), Some(lease.entry.clone()));
-            inner.commits.push(Op::Remove { digest, entry, done: Box::new(|_| ()) });
+            inner.commits.push(Op::Remove {
+                digest,
+                entry,
+                done: Box::new(|_| ()),
+            });
         }
     }
 
@@ -621,13 +732,22 @@ impl Store {
             commits_queued,
             committing_for,
             read_only: inner.read_only(),
-            drives: inner.drives.iter().map(|drive| drive.engine.load()).collect(),
+            drives: inner
+                .drives
+                .iter()
+                .map(|drive| drive.engine.load())
+                .collect(),
         }
     }
 
     /// What each drive's engine has to do: cheap, to see a drive that hangs.
     pub fn drive_loads(&self) -> Vec<EngineLoad> {
-        self.0.inner.drives.iter().map(|drive| drive.engine.load()).collect()
+        self.0
+            .inner
+            .drives
+            .iter()
+            .map(|drive| drive.engine.load())
+            .collect()
     }
 
     /// Ends the store: commits what was asked for, then refuses everything. Waits at most `patience`.
@@ -644,7 +764,13 @@ impl Inner {
         self.largest.fetch_max(numbers.len(), Ordering::Relaxed);
         self.index.advance(manifest.recency);
         let slots = self.allocator.adopt(numbers.into(), bytes as u64);
-        self.index.restore(Arc::new(Entry::new(key, manifest.size, slots, sums.into(), manifest.recency)));
+        self.index.restore(Arc::new(Entry::new(
+            key,
+            manifest.size,
+            slots,
+            sums.into(),
+            manifest.recency,
+        )));
     }
 }
 
@@ -655,7 +781,12 @@ fn form(drives: &mut [(Superblock, Arc<dyn Device>)], log: &mut Log) -> Result<(
         record::put_snapshot_end(&mut end, 0);
         put(&end)
     })
-    .map_err(|error| Error::io(format!("{}: cannot make a store", drives[0].1.name()), error))?;
+    .map_err(|error| {
+        Error::io(
+            format!("{}: cannot make a store", drives[0].1.name()),
+            error,
+        )
+    })?;
     for (header, device) in &mut *drives {
         write_headers(header, &**device)?;
     }
@@ -677,8 +808,9 @@ fn mark_formed(drives: &mut [(Superblock, Arc<dyn Device>)]) -> Result<()> {
 fn write_headers(header: &mut Superblock, device: &dyn Device) -> Result<()> {
     for _ in 0..2 {
         header.sequence += 1;
-        set::write(device, header)
-            .map_err(|error| Error::io(format!("{}: cannot write the header", device.name()), error))?;
+        set::write(device, header).map_err(|error| {
+            Error::io(format!("{}: cannot write the header", device.name()), error)
+        })?;
     }
     Ok(())
 }
@@ -693,14 +825,21 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<(
 impl StoreConfig {
     fn open_options(&self) -> Result<OpenOptions> {
         if self.paths.is_empty() {
-            return Err(Error::new(ErrorKind::Invalid, "no store path; name at least one drive, file or folder"));
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                "no store path; name at least one drive, file or folder",
+            ));
         }
         let mut files = 0;
         for path in &self.paths {
             files += u64::from(!matches!(Target::of(path)?, Target::BlockDevice { .. }));
         }
         let file_bytes = self.file_bytes / files.max(1);
-        Ok(OpenOptions { file_bytes, direct: self.direct, ..OpenOptions::default() })
+        Ok(OpenOptions {
+            file_bytes,
+            direct: self.direct,
+            ..OpenOptions::default()
+        })
     }
 
     fn warn_of_other_size(&self, have: &u64) {
@@ -763,7 +902,11 @@ impl Txn {
 
     /// Drive that fragment `index` goes to.
     pub fn drive(&self, index: u32) -> usize {
-        self.0.store.allocator.place(self.0.numbers[index as usize]).0
+        self.0
+            .store
+            .allocator
+            .place(self.0.numbers[index as usize])
+            .0
     }
 
     /// Writes fragment `index`, once. The bytes of `buf` beyond the fragment's length are zeroed up to the next block.
@@ -796,9 +939,19 @@ impl Txn {
             );
             return done(Err(Error::new(ErrorKind::Invalid, text)));
         }
-        let slots = txn.slots.lock().take().expect("a transaction commits once: it is consumed");
+        let slots = txn
+            .slots
+            .lock()
+            .take()
+            .expect("a transaction commits once: it is consumed");
         let recency = txn.store.index.tick();
-        let entry = Arc::new(Entry::new(txn.key.clone(), txn.size, slots, sums.into(), recency));
+        let entry = Arc::new(Entry::new(
+            txn.key.clone(),
+            txn.size,
+            slots,
+            sums.into(),
+            recency,
+        ));
         let store = txn.store.clone();
         store.commits.push(Op::Commit { txn, entry, done });
     }
@@ -836,7 +989,10 @@ impl Lease {
 
     /// Drive that fragment `index` is on.
     pub fn drive(&self, index: u32) -> usize {
-        self.store.allocator.place(self.entry.slots.numbers()[index as usize]).0
+        self.store
+            .allocator
+            .place(self.entry.slots.numbers()[index as usize])
+            .0
     }
 
     /// The checksums of fragment `index`.
@@ -853,6 +1009,7 @@ impl Lease {
             drop(entry);
             done(buf, outcome);
         });
-        self.store.io(IoOp::Read, slot, self.fragment_len(index), buf, done);
+        self.store
+            .io(IoOp::Read, slot, self.fragment_len(index), buf, done);
     }
 }
