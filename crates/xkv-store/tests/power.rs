@@ -186,9 +186,9 @@ proptest! {
 fn many_writers_lose_nothing_when_the_power_goes() {
     for round in 0..12u64 {
         let base = MemoryDevice::new(12 * MIB);
-        drop(open_on(&[base.clone()], &config()));
+        drop(open_on(&[base.clone() as Arc<dyn Device>], &config()));
         let crash = CrashDevice::new(&base);
-        let store = open_on(&[crash.clone()], &config());
+        let store = open_on(&[crash.clone() as Arc<dyn Device>], &config());
         crash.freeze_after(40 + round * 37);
         let acknowledged: Vec<Vec<u64>> = std::thread::scope(|scope| {
             let writers: Vec<_> = (0..6u64)
