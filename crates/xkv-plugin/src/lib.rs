@@ -1,1 +1,32 @@
 //! Connector logic: tasks, deadlines, scheduling, copy and checksum, statistics; knows no Python.
+//!
+//! [`Connector`] is the face. Behind it one thread, the reactor, owns every operation and talks to a [`Backend`];
+//! a few threads copy between slots and LMCache's buffers. Bytes always move drive <-> slot <-> buffer, and the step
+//! to and from a buffer is guarded (`guard.rs`), so that giving up on an operation is always safe.
+#![deny(unsafe_code)]
+
+pub mod backend;
+mod config;
+mod connector;
+#[allow(unsafe_code)]
+mod copy;
+mod embedded;
+#[allow(unsafe_code)]
+mod guard;
+mod loads;
+mod log;
+mod poison;
+mod reactor;
+mod stats;
+mod stores;
+mod task;
+mod window;
+
+pub use backend::Backend;
+pub use config::{Config, Verify};
+pub use connector::{Connector, Owner};
+pub use embedded::Embedded;
+pub use guard::L1Buffer;
+pub use poison::Stamp;
+pub use task::{Completion, Operation};
+pub use xkv_store::{Error, ErrorKind};

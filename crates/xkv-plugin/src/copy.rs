@@ -1,0 +1,221 @@
+//! Copies between slots and L1, fused with the checksum in pieces that stay in the CPU's first cache, and the threads
+//! that run them.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use crossbeam_channel::{Receiver, Sender};
+use xkv_store::{Coverage, Digest, FragmentSums, SlotBuf, Summer};
+
+use crate::guard::L1Buffer;
+use crate::task::{Gathering, Message, Piece, Scattering};
+
+/// A multiple of the checksum's sampling stride, and half of a small first-level cache.
+const PIECE_BYTES: usize = 16 * 1024;
+
+/// Copies `slot.len()` bytes from L1 into `slot`; what is summed is what the slot holds, whatever L1's other users do.
+///
+/// # Safety
+/// `source` is valid for reads of `slot.len()` bytes and does not overlap `slot`.
+pub unsafe fn gather(source: NonNull<u8>, slot: &mut [u8], summer: &mut Summer) {
+    let mut offset = 0;
+    for piece in slot.chunks_mut(PIECE_BYTES) {
+        // SAFETY: `offset + piece.len()` is at most the slot's length, for which the caller vouches. Another process
+        // may write L1 meanwhile: any bytes are valid, and the checksum is taken of the copy.
+        unsafe {
+            source
+                .add(offset)
+                .as_ptr()
+                .copy_to_nonoverlapping(piece.as_mut_ptr(), piece.len())
+        };
+        summer.update(piece);
+        offset += piece.len();
+    }
+}
+
+/// Copies `slot` to L1.
+///
+/// # Safety
+/// `target` is valid for writes of `slot.len()` bytes and does not overlap `slot`.
+pub unsafe fn scatter(slot: &[u8], target: NonNull<u8>, summer: &mut Summer) {
+    let mut offset = 0;
+    for piece in slot.chunks(PIECE_BYTES) {
+        summer.update(piece);
+        // SAFETY: as in `gather`, for writes.
+        unsafe {
+            target
+                .add(offset)
+                .as_ptr()
+                .copy_from_nonoverlapping(piece.as_ptr(), piece.len())
+        };
+        offset += piece.len();
+    }
+}
+
+/// Reads the first bytes of a buffer.
+///
+/// # Safety
+/// `source` is valid for reads of `head.len()` bytes.
+pub unsafe fn peek(source: NonNull<u8>, head: &mut [u8]) {
+    // SAFETY: the caller's contract; `head` is our own memory.
+    unsafe {
+        source
+            .as_ptr()
+            .copy_to_nonoverlapping(head.as_mut_ptr(), head.len())
+    };
+}
+
+/// Writes the first bytes of a buffer.
+///
+/// # Safety
+/// `target` is valid for writes of `head.len()` bytes.
+pub unsafe fn poke(head: &[u8], target: NonNull<u8>) {
+    // SAFETY: the caller's contract; `head` is our own memory.
+    unsafe {
+        target
+            .as_ptr()
+            .copy_from_nonoverlapping(head.as_ptr(), head.len())
+    };
+}
+
+/// Where a fragment lies in its object's buffer, and what its checksums are bound to.
+pub struct Place {
+    /// The whole object's buffer.
+    pub buffer: Arc<L1Buffer>,
+    /// Of the fragment in the buffer, bytes.
+    pub offset: usize,
+    /// Of the fragment, bytes.
+    pub len: usize,
+    /// Of the object's key.
+    pub digest: Digest,
+}
+
+/// One fragment to move.
+pub enum CopyJob {
+    /// L1 to slot, for a store; refused when it ends later than `deadline`.
+    Gather {
+        piece: Piece,
+        place: Place,
+        slot: SlotBuf,
+        deadline: Instant,
+    },
+    /// Slot to L1, for a load, checked against `sums`.
+    Scatter {
+        piece: Piece,
+        place: Place,
+        slot: SlotBuf,
+        sums: FragmentSums,
+        coverage: Coverage,
+    },
+}
+
+/// Runs jobs until there is nobody left to send some, or `closing`.
+pub fn run(jobs: &Receiver<CopyJob>, inbox: &Sender<Message>, closing: &AtomicBool) {
+    for job in jobs {
+        if closing.load(Ordering::Acquire) {
+            return;
+        }
+        // The reactor ends with the connector; what is left then is of no use to anybody.
+        let _ = inbox.send(match job {
+            CopyJob::Gather {
+                piece,
+                place,
+                slot,
+                deadline,
+            } => gathered(piece, &place, slot, deadline),
+            CopyJob::Scatter {
+                piece,
+                place,
+                slot,
+                sums,
+                coverage,
+            } => {
+                let outcome = scattered(piece, &place, &slot, sums, coverage);
+                drop(slot);
+                Message::Scattered { piece, outcome }
+            }
+        });
+    }
+}
+
+fn gathered(piece: Piece, place: &Place, mut slot: SlotBuf, deadline: Instant) -> Message {
+    let mut summer = Summer::new(&place.digest, piece.index, place.len as u32, Coverage::Both);
+    let outcome = if Instant::now() >= deadline {
+        Gathering::TooOld
+    } else if !place
+        .buffer
+        .gather(place.offset, &mut slot[..place.len], &mut summer)
+    {
+        Gathering::Closed
+    } else if Instant::now() >= deadline {
+        // L1's lock on the bytes may have run out while they were copied.
+        Gathering::TooOld
+    } else {
+        Gathering::Done(slot, summer.finish())
+    };
+    Message::Gathered { piece, outcome }
+}
+
+fn scattered(
+    piece: Piece,
+    place: &Place,
+    slot: &[u8],
+    sums: FragmentSums,
+    coverage: Coverage,
+) -> Scattering {
+    let mut summer = Summer::new(&place.digest, piece.index, place.len as u32, coverage);
+    if !place
+        .buffer
+        .scatter(place.offset, &slot[..place.len], &mut summer)
+    {
+        return Scattering::Closed;
+    }
+    let found = summer.finish();
+    let right = match coverage {
+        Coverage::Both => found == sums,
+        Coverage::Full => found.full == sums.full,
+        Coverage::Sample => found.sample == sums.sample,
+        Coverage::None => true,
+    };
+    if right {
+        Scattering::Done
+    } else {
+        Scattering::Damaged
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use xkv_store::checksum::fragment_sums;
+
+    #[test]
+    fn both_ways_move_every_byte_and_sum_them() {
+        let digest = Digest([3; 32]);
+        for len in [
+            1,
+            63,
+            4096,
+            PIECE_BYTES - 1,
+            PIECE_BYTES,
+            PIECE_BYTES + 1,
+            5 * PIECE_BYTES + 77,
+        ] {
+            let mut memory: Vec<u8> = (0..len).map(|i| (i * 31 + i / 251) as u8).collect();
+            let want = fragment_sums(&digest, 5, &memory);
+            let l1 = NonNull::new(memory.as_mut_ptr()).unwrap();
+            let mut slot = vec![0; len];
+            let mut summer = Summer::new(&digest, 5, len as u32, Coverage::Both);
+            // SAFETY: `memory` has `len` bytes.
+            unsafe { gather(l1, &mut slot, &mut summer) };
+            assert_eq!((&slot, summer.finish()), (&memory, want));
+            let mut back = vec![0; len];
+            let mut summer = Summer::new(&digest, 5, len as u32, Coverage::Both);
+            // SAFETY: `back` has `len` bytes.
+            unsafe { scatter(&slot, NonNull::new(back.as_mut_ptr()).unwrap(), &mut summer) };
+            assert_eq!((back, summer.finish()), (memory, want));
+        }
+    }
+}

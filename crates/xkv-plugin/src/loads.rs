@@ -1,0 +1,239 @@
+//! The reactor's loads: open, read, copy out, verify.
+
+use std::sync::atomic::Ordering;
+
+use xkv_store::{ObjectKey, SlotBuf};
+
+use crate::backend::{Reading, drive_set};
+use crate::copy::{CopyJob, Place};
+use crate::reactor::{Reactor, show};
+use crate::stats::Miss;
+use crate::task::{
+    Batch, Class, LoadKey, Message, Operation, Outstanding, Piece, Scattering, Submission,
+};
+
+impl Reactor {
+    pub(crate) fn take_get(&mut self, submission: Submission) {
+        let Submission {
+            id,
+            submitted,
+            keys,
+            buffers,
+            owner,
+            ..
+        } = submission;
+        let mut tickets = Vec::with_capacity(keys.len());
+        for (index, (key, buffer)) in keys.iter().zip(&buffers).enumerate() {
+            let Some(buffer) = buffer.as_ref().filter(|buffer| !buffer.is_empty()) else {
+                tickets.push(0);
+                continue;
+            };
+            let ticket = self.new_ticket();
+            tickets.push(ticket);
+            let key = ObjectKey::new(&self.shared.namespace, key);
+            let (buffer, left) = (buffer.clone(), Outstanding::default());
+            self.loads.insert(
+                ticket,
+                LoadKey {
+                    batch: id,
+                    index,
+                    key,
+                    buffer,
+                    reading: None,
+                    left,
+                },
+            );
+            self.waiting[0].push_back(ticket);
+        }
+        let refused: Vec<usize> = (0..keys.len())
+            .filter(|&index| tickets[index] == 0)
+            .collect();
+        let deadline = submitted + self.shared.config.load_deadline;
+        let answers = vec![None; keys.len()];
+        let (operation, open, error) = (Operation::Get, keys.len(), String::new());
+        self.add_batch(
+            id,
+            Batch {
+                operation,
+                submitted,
+                deadline,
+                answers,
+                open,
+                tickets,
+                owner,
+                bytes: 0,
+                error,
+            },
+        );
+        for index in refused {
+            let why = "its buffer is empty, read-only or in pieces";
+            self.shared.stats.missed(Miss::Refused, 1);
+            self.shared
+                .log
+                .failed(Miss::Refused.plural(), 1, || format!("load refused: {why}"));
+            self.answer(id, index, false, || why.into());
+        }
+    }
+
+    /// Asks the backend for the next object. False when there is none to ask for.
+    pub(crate) fn open_next(&mut self) -> bool {
+        let Some(ticket) = self.waiting[0].pop_front() else {
+            return false;
+        };
+        let Some(load) = self.loads.get(&ticket) else {
+            return true;
+        };
+        self.asked[0] += 1;
+        let sender = self.sender.clone();
+        let done = move |reading| {
+            let _ = sender.send(Message::Opened { ticket, reading });
+        };
+        self.shared.backend.open(&load.key, Box::new(done));
+        true
+    }
+
+    pub(crate) fn opened(&mut self, ticket: u64, reading: Option<Box<dyn Reading>>) {
+        self.asked[0] -= 1;
+        let Some(load) = self.loads.get_mut(&ticket) else {
+            return;
+        };
+        let Some(reading) = reading else {
+            return self.fail_load(ticket, Miss::Absent, || "not in the store".into());
+        };
+        if reading.size() != load.buffer.len() as u64 {
+            let (has, wants) = (reading.size(), load.buffer.len());
+            self.discard(&*reading);
+            return self.fail_load(ticket, Miss::Size, || {
+                format!("has {has} bytes, the buffer {wants}; removed")
+            });
+        }
+        let drives = self.shared.backend.drives();
+        let drive_of = |index| reading.drive(index);
+        if (0..reading.fragments()).any(|index| self.stalled & drive_set(drive_of(index)) != 0) {
+            return self.fail_load(ticket, Miss::Stalled, || "its drive does not answer".into());
+        }
+        load.left = Outstanding::new(drives, (0..reading.fragments()).map(drive_of));
+        for index in 0..reading.fragments() {
+            let drive = drive_of(index) as u16;
+            self.window.push(Piece {
+                class: Class::Load,
+                ticket,
+                index,
+                drive,
+            });
+        }
+        load.reading = Some(reading);
+    }
+
+    /// Reads a fragment into `slot`; the engine hands it on to a copy thread.
+    pub(crate) fn read(&mut self, piece: Piece, slot: SlotBuf) {
+        let load = &self.loads[&piece.ticket];
+        let reading = load
+            .reading
+            .as_ref()
+            .expect("only opened objects have fragments in the window");
+        let place = Place {
+            buffer: load.buffer.clone(),
+            offset: piece.index as usize * self.shared.backend.fragment_bytes(),
+            len: reading.fragment_len(piece.index),
+            digest: *load.key.digest(),
+        };
+        let (sums, coverage) = (
+            reading.sums(piece.index),
+            self.shared.config.verify.coverage(),
+        );
+        let (sender, copies) = (self.sender.clone(), self.copies.clone());
+        let done = move |slot, result: std::io::Result<()>| match result {
+            // Refused only when the copy threads have ended with the connector.
+            Ok(()) => drop(copies.send(CopyJob::Scatter {
+                piece,
+                place,
+                slot,
+                sums,
+                coverage,
+            })),
+            Err(error) => {
+                drop(slot);
+                let _ = sender.send(Message::Scattered {
+                    piece,
+                    outcome: Scattering::Failed(error),
+                });
+            }
+        };
+        reading.read(piece.index, slot, Box::new(done));
+    }
+
+    pub(crate) fn scattered(&mut self, piece: Piece, outcome: Scattering) {
+        self.window.landed(&piece);
+        let Some(load) = self.loads.get_mut(&piece.ticket) else {
+            return;
+        };
+        match outcome {
+            Scattering::Done => {
+                if load.left.done(piece.drive) {
+                    self.finish_load(piece.ticket);
+                }
+            }
+            Scattering::Damaged => {
+                let reading = load.reading.take();
+                reading.iter().for_each(|reading| self.discard(&**reading));
+                self.fail_load(piece.ticket, Miss::NotVerified, || {
+                    format!(
+                        "fragment {} on drive {} does not match its checksum; removed",
+                        piece.index, piece.drive
+                    )
+                });
+            }
+            Scattering::Failed(error) => {
+                let reading = load.reading.take();
+                reading.iter().for_each(|reading| self.discard(&**reading));
+                self.fail_load(piece.ticket, Miss::IoError, || {
+                    format!(
+                        "fragment {} on drive {}: {error}; removed",
+                        piece.index, piece.drive
+                    )
+                });
+            }
+            // The buffer is closed only when the key was answered, which took it out of `loads`.
+            Scattering::Closed => self.fail_load(piece.ticket, Miss::Refused, || {
+                "its buffer was closed".into()
+            }),
+        }
+    }
+
+    fn discard(&self, reading: &dyn Reading) {
+        self.shared.stats.discarded();
+        reading.discard();
+    }
+
+    fn finish_load(&mut self, ticket: u64) {
+        let Some(load) = self.loads.remove(&ticket) else {
+            return;
+        };
+        load.buffer.close();
+        if self.answer(load.batch, load.index, true, String::new) {
+            self.shared
+                .stats
+                .hit(Operation::Get, 1, load.buffer.len() as u64);
+        }
+    }
+
+    /// Answers a key as missed. Its buffer is stamped first, so that it is known when it comes back as a store; not when
+    /// closing, when LMCache may have handed the memory on already.
+    pub(crate) fn fail_load(&mut self, ticket: u64, miss: Miss, why: impl FnOnce() -> String) {
+        let Some(load) = self.loads.remove(&ticket) else {
+            return;
+        };
+        if self.shared.closing.load(Ordering::Acquire) {
+            load.buffer.close();
+        } else {
+            load.buffer.fail(&self.shared.stamp);
+        }
+        self.shared.stats.missed(miss, 1);
+        let text = format!("load of {}: {}", show(&load.key), why());
+        if miss != Miss::Absent && miss != Miss::Refused {
+            self.shared.log.failed(miss.plural(), 1, || text.clone());
+        }
+        self.answer(load.batch, load.index, false, || text);
+    }
+}

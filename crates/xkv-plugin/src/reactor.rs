@@ -1,0 +1,435 @@
+//! The reactor: one thread that owns every operation, hands out slots and answers at deadlines.
+//!
+//! Loads and stores are its two halves (`loads.rs`, `stores.rs`); here is what they share: the loop, batches and their
+//! deadlines, stalled drives, lookups and deletes.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use tracing::Level;
+use xkv_store::{Digest, ObjectKey, Result};
+
+use crate::backend::{DriveSet, drive_set};
+use crate::connector::Shared;
+use crate::copy::CopyJob;
+use crate::stats::{Miss, Outcome};
+use crate::task::{Batch, Class, Completion, LoadKey, Message, Operation, Question, StoreKey};
+use crate::window::Window;
+
+/// Messages taken between two looks at clocks and slots.
+const MESSAGES_PER_TURN: usize = 256;
+
+pub struct Reactor {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) sender: Sender<Message>,
+    pub(crate) copies: Sender<CopyJob>,
+    pub(crate) batches: HashMap<u64, Batch>,
+    pub(crate) loads: HashMap<u64, LoadKey>,
+    pub(crate) stores: HashMap<u64, StoreKey>,
+    /// The store of each key that is being stored.
+    pub(crate) storing: HashMap<Digest, u64>,
+    /// Loads and stores that the backend was not asked about yet.
+    pub(crate) waiting: [VecDeque<u64>; 2],
+    /// Number of those that it was asked about and has not answered.
+    pub(crate) asked: [usize; 2],
+    /// Stores that it put off, and whether for lack of room.
+    pub(crate) parked: Vec<u64>,
+    pub(crate) no_room: bool,
+    pub(crate) window: Window,
+    pub(crate) stalled: DriveSet,
+    space: Arc<AtomicBool>,
+    deadlines: BinaryHeap<Reverse<(Instant, u64)>>,
+    next_tick: Instant,
+    next_ticket: u64,
+}
+
+impl Reactor {
+    pub fn new(shared: Arc<Shared>, sender: Sender<Message>, copies: Sender<CopyJob>) -> Self {
+        let window = Window::new(shared.backend.slots(), shared.backend.drives());
+        let space = Arc::new(AtomicBool::new(false));
+        let waker = {
+            let (space, sender) = (space.clone(), sender.clone());
+            move || {
+                if !space.swap(true, Ordering::AcqRel) {
+                    let _ = sender.send(Message::Space);
+                }
+            }
+        };
+        shared.backend.on_space(Arc::new(waker));
+        Self {
+            shared,
+            sender,
+            copies,
+            batches: HashMap::new(),
+            loads: HashMap::new(),
+            stores: HashMap::new(),
+            storing: HashMap::new(),
+            waiting: Default::default(),
+            asked: [0; 2],
+            parked: Vec::new(),
+            no_room: false,
+            window,
+            stalled: 0,
+            space,
+            deadlines: BinaryHeap::new(),
+            next_tick: Instant::now(),
+            next_ticket: 0,
+        }
+    }
+
+    /// Runs until the connector closes.
+    pub fn run(mut self, inbox: &Receiver<Message>) {
+        loop {
+            match catch_unwind(AssertUnwindSafe(|| self.turn(inbox))) {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(_) => {
+                    let text = "internal error in the reactor: all operations in progress are answered as failed";
+                    self.shared.log.say(Level::ERROR, text.into());
+                    self.abandon();
+                }
+            }
+        }
+        self.abandon();
+    }
+
+    /// Reacts to what there is, or waits for it. False once the connector closes.
+    fn turn(&mut self, inbox: &Receiver<Message>) -> bool {
+        let first = match self.wake_at() {
+            Some(at) => inbox.recv_deadline(at),
+            None => inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
+        };
+        if matches!(first, Err(RecvTimeoutError::Disconnected)) {
+            return false;
+        }
+        for message in first
+            .into_iter()
+            .chain(inbox.try_iter().take(MESSAGES_PER_TURN))
+        {
+            if matches!(message, Message::Close) {
+                return false;
+            }
+            self.react(message);
+        }
+        let now = Instant::now();
+        self.expire(now);
+        if self.ticking() && now >= self.next_tick {
+            self.tick(now);
+        }
+        self.pump();
+        for (gauge, keys) in self
+            .shared
+            .live_keys
+            .iter()
+            .zip([self.loads.len(), self.stores.len()])
+        {
+            gauge.store(keys as u64, Ordering::Relaxed);
+        }
+        true
+    }
+
+    fn react(&mut self, message: Message) {
+        match message {
+            Message::Get(submission) => self.take_get(submission),
+            Message::Set(submission) => self.take_set(submission),
+            Message::Exists(question) => self.take_exists(question),
+            Message::Delete(question) => self.take_delete(question),
+            Message::Found { id, places } => self.found(id, &places),
+            Message::Opened { ticket, reading } => self.opened(ticket, reading),
+            Message::Scattered { piece, outcome } => self.scattered(piece, outcome),
+            Message::Begun { ticket, begun } => self.begun(ticket, begun),
+            Message::Gathered { piece, outcome } => self.gathered(piece, outcome),
+            Message::Written { piece, result } => self.written(piece, result),
+            Message::Committed { ticket, result } => self.committed(ticket, result),
+            Message::Removed { id, index, result } => self.removed(id, index, result),
+            Message::Space => {
+                self.space.store(false, Ordering::Release);
+                self.retry_parked();
+            }
+            Message::Close => {}
+        }
+    }
+
+    /// Gives free slots to fragments, and keeps enough objects open to fill them.
+    fn pump(&mut self) {
+        while let Some(piece) = self.window.next() {
+            let live = match piece.class {
+                Class::Load => self.loads.contains_key(&piece.ticket),
+                Class::Store => self.stores.contains_key(&piece.ticket),
+            };
+            if !live {
+                self.window.landed(&piece);
+                continue;
+            }
+            let Some(slot) = self.shared.backend.take_slot() else {
+                self.window.put_back(piece);
+                break;
+            };
+            match piece.class {
+                Class::Load => self.read(piece, slot),
+                Class::Store => self.gather(piece, slot),
+            }
+        }
+        let ahead = (self.shared.backend.slots() / 4).clamp(16, 1024);
+        while self.asked[0] + self.window.ready(Class::Load) < ahead && self.open_next() {}
+        while !self.no_room
+            && self.asked[1] + self.window.ready(Class::Store) < ahead
+            && self.begin_next()
+        {}
+    }
+
+    pub(crate) fn new_ticket(&mut self) -> u64 {
+        self.next_ticket += 1;
+        self.next_ticket
+    }
+
+    pub(crate) fn add_batch(&mut self, id: u64, batch: Batch) {
+        self.deadlines.push(Reverse((batch.deadline, id)));
+        self.batches.insert(id, batch);
+    }
+
+    /// Answers a key of an operation, and the operation with its last key. False when the key has been answered.
+    pub(crate) fn answer(
+        &mut self,
+        id: u64,
+        index: usize,
+        ok: bool,
+        error: impl FnOnce() -> String,
+    ) -> bool {
+        let Some(batch) = self.batches.get_mut(&id) else {
+            return false;
+        };
+        if batch.answers[index].is_some() {
+            return false;
+        }
+        batch.answers[index] = Some(ok);
+        batch.open -= 1;
+        if !ok && batch.error.is_empty() {
+            batch.error = error();
+        }
+        if batch.open == 0
+            && let Some(batch) = self.batches.remove(&id)
+        {
+            let answers = batch
+                .answers
+                .into_iter()
+                .map(|answer| answer == Some(true))
+                .collect();
+            self.shared.stores_answered(batch.bytes);
+            self.shared.stats.answered(batch.operation, batch.submitted);
+            self.shared.complete(Completion::new(
+                id,
+                batch.operation,
+                answers,
+                batch.error,
+                batch.owner,
+            ));
+        }
+        true
+    }
+
+    fn wake_at(&self) -> Option<Instant> {
+        let deadline = self.deadlines.peek().map(|Reverse((at, _))| *at);
+        let tick = self.ticking().then_some(self.next_tick);
+        deadline.into_iter().chain(tick).min()
+    }
+
+    /// Answers what is too old.
+    fn expire(&mut self, now: Instant) {
+        while let Some(Reverse((at, id))) = self.deadlines.peek().copied()
+            && (at <= now || !self.batches.contains_key(&id))
+        {
+            self.deadlines.pop();
+            self.give_up(id);
+        }
+    }
+
+    /// Answers what is open of an operation as failed: too old, or closed.
+    fn give_up(&mut self, id: u64) {
+        let Some(batch) = self.batches.get(&id) else {
+            return;
+        };
+        let operation = batch.operation;
+        let open: Vec<(usize, u64)> = (0..batch.answers.len())
+            .filter(|&i| batch.answers[i].is_none())
+            .map(|i| (i, batch.tickets[i]))
+            .collect();
+        let closing = self.shared.closing.load(Ordering::Acquire);
+        let (miss, outcome) = if closing {
+            (Miss::Refused, Outcome::Failed)
+        } else {
+            (Miss::Deadline, Outcome::TooOld)
+        };
+        let why = if closing {
+            "the connector is closed"
+        } else {
+            "no answer before its deadline"
+        };
+        for (index, ticket) in open {
+            match operation {
+                Operation::Get => self.fail_load(ticket, miss, || why.into()),
+                Operation::Set if ticket != 0 => self.settle(ticket, outcome, || why.into()),
+                Operation::Set => self.account_store(id, index, outcome, 0, || why.into()),
+                Operation::Exists | Operation::Delete => {
+                    let failed = self.answer(id, index, false, || why.into());
+                    if failed && !closing {
+                        self.shared.log.failed(operation.name(), 1, || {
+                            format!("{}: {why}", operation.name())
+                        });
+                    }
+                }
+            }
+        }
+    }
+
+    /// Answers everything that is open.
+    fn abandon(&mut self) {
+        let ids: Vec<u64> = self.batches.keys().copied().collect();
+        for id in ids {
+            self.give_up(id);
+        }
+    }
+
+    fn ticking(&self) -> bool {
+        self.stalled != 0 || self.window.in_flight() > 0 || !self.parked.is_empty()
+    }
+
+    /// Looks for drives that stopped answering, or answer again.
+    fn tick(&mut self, now: Instant) {
+        let patience = self.shared.config.wait_timeout;
+        self.next_tick =
+            now + (patience / 8).clamp(Duration::from_millis(1), Duration::from_millis(250));
+        let mut stalled = 0;
+        for (drive, oldest) in self.shared.backend.oldest_io().into_iter().enumerate() {
+            let silent =
+                oldest.is_some_and(|since| now.saturating_duration_since(since) > patience);
+            let was = self.stalled & drive_set(drive) != 0;
+            if silent {
+                stalled |= drive_set(drive);
+            }
+            if silent && !was {
+                self.window.clear(drive);
+                let text = format!(
+                    "drive {drive} has not answered for {patience:?}: until it does, its objects are misses and stores \
+                     that need it are refused"
+                );
+                self.shared.log.say(Level::WARN, text);
+            } else if was && !silent {
+                self.shared
+                    .log
+                    .say(Level::WARN, format!("drive {drive} answers again"));
+            }
+        }
+        let newly = stalled & !self.stalled;
+        self.stalled = stalled;
+        self.shared.stalled.store(stalled, Ordering::Relaxed);
+        if newly != 0 {
+            let needs = |left: &crate::task::Outstanding| left.needs(newly);
+            let loads: Vec<u64> = self
+                .loads
+                .iter()
+                .filter(|(_, key)| needs(&key.left))
+                .map(|(t, _)| *t)
+                .collect();
+            let stores: Vec<u64> = self
+                .stores
+                .iter()
+                .filter(|(_, key)| needs(&key.left))
+                .map(|(t, _)| *t)
+                .collect();
+            for ticket in loads {
+                self.fail_load(ticket, Miss::Stalled, || "its drive does not answer".into());
+            }
+            for ticket in stores {
+                self.settle(ticket, Outcome::Stalled, || {
+                    "its drive does not answer".into()
+                });
+            }
+        }
+        self.retry_parked();
+    }
+
+    fn take_exists(&mut self, question: Question) {
+        let id = question.id;
+        self.add_batch(id, self.question_batch(Operation::Exists, &question));
+        let sender = self.sender.clone();
+        let done = move |places| {
+            let _ = sender.send(Message::Found { id, places });
+        };
+        self.shared.backend.lookup(&question.keys, Box::new(done));
+    }
+
+    fn found(&mut self, id: u64, places: &[Option<DriveSet>]) {
+        for (index, place) in places.iter().enumerate() {
+            let found = self.shared.reachable(*place);
+            if self.answer(id, index, found, String::new) && found {
+                self.shared.stats.hit(Operation::Exists, 1, 0);
+            }
+        }
+    }
+
+    fn take_delete(&mut self, question: Question) {
+        let id = question.id;
+        self.add_batch(id, self.question_batch(Operation::Delete, &question));
+        for (index, key) in question.keys.iter().enumerate() {
+            if let Some(&ticket) = self.storing.get(key.digest()) {
+                self.settle(ticket, Outcome::Deleted, || "deleted meanwhile".into());
+            }
+            let sender = self.sender.clone();
+            let done = move |result| {
+                let _ = sender.send(Message::Removed { id, index, result });
+            };
+            self.shared.backend.remove(key, Box::new(done));
+        }
+    }
+
+    fn removed(&mut self, id: u64, index: usize, result: Result<bool>) {
+        match result {
+            // Gone is gone: LMCache ends its bookkeeping of keys that were answered with true.
+            Ok(_) => {
+                if self.answer(id, index, true, String::new) {
+                    self.shared.stats.hit(Operation::Delete, 1, 0);
+                }
+            }
+            Err(error) => {
+                self.shared
+                    .log
+                    .failed("delete", 1, || format!("delete: {error}"));
+                self.answer(id, index, false, || error.to_string());
+            }
+        }
+    }
+
+    fn question_batch(&self, operation: Operation, question: &Question) -> Batch {
+        Batch {
+            operation,
+            submitted: question.submitted,
+            deadline: question.submitted + self.shared.config.wait_timeout,
+            answers: vec![None; question.keys.len()],
+            open: question.keys.len(),
+            tickets: vec![0; question.keys.len()],
+            owner: None,
+            bytes: 0,
+            error: String::new(),
+        }
+    }
+}
+
+/// A key for people: text where it is text, cut where it is long.
+pub(crate) fn show(key: &ObjectKey) -> String {
+    let text = String::from_utf8_lossy(key.key());
+    let mut shown: String = text
+        .chars()
+        .take(120)
+        .flat_map(char::escape_debug)
+        .collect();
+    if text.chars().nth(120).is_some() {
+        shown.push_str("...");
+    }
+    shown
+}

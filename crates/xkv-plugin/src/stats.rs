@@ -1,0 +1,331 @@
+//! What is counted, and the thread that reports it.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::Receiver;
+use hdrhistogram::Histogram;
+use parking_lot::Mutex;
+use serde_json::{Map, Value, json};
+
+use crate::connector::Shared;
+use crate::log::Line;
+use crate::task::Operation;
+
+/// Why a key was not loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Miss {
+    /// There is no such object.
+    Absent,
+    /// The object has another size than the buffer.
+    Size,
+    /// A fragment does not match its checksum.
+    NotVerified,
+    /// The drive answered with an error.
+    IoError,
+    /// The operation got too old.
+    Deadline,
+    /// A drive of the object does not answer.
+    Stalled,
+    /// The buffer cannot be filled, or the connector is closed.
+    Refused,
+}
+
+impl Miss {
+    const NAMES: [&str; 7] = [
+        "absent",
+        "size",
+        "not_verified",
+        "io_error",
+        "deadline",
+        "stalled",
+        "refused",
+    ];
+
+    /// What such loads are, for the log.
+    pub fn plural(self) -> &'static str {
+        match self {
+            Miss::Absent => "loads of absent objects",
+            Miss::Size => "loads of another size",
+            Miss::NotVerified => "loads not verified",
+            Miss::IoError => "loads with I/O errors",
+            Miss::Deadline => "loads past their deadline",
+            Miss::Stalled => "loads from stalled drives",
+            Miss::Refused => "loads refused",
+        }
+    }
+}
+
+/// What became of a key that was to be stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Written and committed.
+    Stored,
+    /// Present already.
+    Skipped,
+    /// Stored by another set of the same key.
+    Deduped,
+    /// Beyond `max_pending_store_mb`.
+    Dropped,
+    /// The buffer carries the stamp of a failed load.
+    Poisoned,
+    /// No room.
+    Rejected,
+    /// The operation got too old.
+    TooOld,
+    /// A drive that it needs does not answer.
+    Stalled,
+    /// A delete of the key came in between.
+    Deleted,
+    /// Anything else: I/O errors, a read-only store, unusable buffers, a closed connector.
+    Failed,
+}
+
+impl Outcome {
+    const NAMES: [&str; 10] = [
+        "store_stored",
+        "store_skipped",
+        "store_deduped",
+        "store_dropped",
+        "store_poisoned",
+        "store_rejected_by_card",
+        "store_too_old",
+        "store_stalled",
+        "store_deleted",
+        "store_failed",
+    ];
+
+    /// Its name in statistics.
+    pub fn name(self) -> &'static str {
+        Self::NAMES[self as usize]
+    }
+
+    /// Whether the object is in the store.
+    pub fn ok(self) -> bool {
+        matches!(self, Outcome::Stored | Outcome::Skipped | Outcome::Deduped)
+    }
+}
+
+#[derive(Default)]
+struct PerOperation {
+    tasks: AtomicU64,
+    keys: AtomicU64,
+    hits: AtomicU64,
+    bytes: AtomicU64,
+}
+
+/// All counters of a connector. Updated from any thread.
+pub struct Stats {
+    started: Instant,
+    operations: [PerOperation; 4],
+    latencies: [Mutex<Histogram<u64>>; 4],
+    misses: [AtomicU64; Miss::NAMES.len()],
+    stored: [AtomicU64; Outcome::NAMES.len()],
+    discarded: AtomicU64,
+}
+
+impl Default for Stats {
+    fn default() -> Self {
+        // Microseconds up to an hour, two digits.
+        let histogram = || {
+            Mutex::new(
+                Histogram::new_with_bounds(1, 3_600_000_000, 2).expect("constant bounds are valid"),
+            )
+        };
+        Self {
+            started: Instant::now(),
+            operations: Default::default(),
+            latencies: std::array::from_fn(|_| histogram()),
+            misses: Default::default(),
+            stored: Default::default(),
+            discarded: AtomicU64::new(0),
+        }
+    }
+}
+
+impl Stats {
+    /// Counts a submitted operation.
+    pub fn submitted(&self, operation: Operation, keys: usize) {
+        let counters = &self.operations[operation as usize];
+        counters.tasks.fetch_add(1, Relaxed);
+        counters.keys.fetch_add(keys as u64, Relaxed);
+    }
+
+    /// Counts an answered operation.
+    pub fn answered(&self, operation: Operation, submitted: Instant) {
+        self.latencies[operation as usize]
+            .lock()
+            .saturating_record(submitted.elapsed().as_micros().max(1) as u64);
+    }
+
+    /// Counts keys of a get, exists or delete that went well, and the bytes loaded.
+    pub fn hit(&self, operation: Operation, keys: u64, bytes: u64) {
+        self.operations[operation as usize]
+            .hits
+            .fetch_add(keys, Relaxed);
+        self.operations[operation as usize]
+            .bytes
+            .fetch_add(bytes, Relaxed);
+    }
+
+    /// Counts keys not loaded.
+    pub fn missed(&self, miss: Miss, keys: u64) {
+        self.misses[miss as usize].fetch_add(keys, Relaxed);
+    }
+
+    /// Counts the outcome of keys to be stored, and the bytes written.
+    pub fn stored(&self, outcome: Outcome, keys: u64, bytes: u64) {
+        self.stored[outcome as usize].fetch_add(keys, Relaxed);
+        if outcome == Outcome::Stored {
+            self.hit(Operation::Set, keys, bytes);
+        }
+    }
+
+    /// Counts an object removed as damaged.
+    pub fn discarded(&self) {
+        self.discarded.fetch_add(1, Relaxed);
+    }
+
+    /// Keys with that outcome so far.
+    pub fn count(&self, outcome: Outcome) -> u64 {
+        self.stored[outcome as usize].load(Relaxed)
+    }
+
+    fn operation(&self, operation: Operation) -> (Value, [u64; 5]) {
+        let counters = &self.operations[operation as usize];
+        let histogram = self.latencies[operation as usize].lock();
+        let [p50, p90, p99] = [0.5, 0.9, 0.99].map(|q| histogram.value_at_quantile(q));
+        let get = |counter: &AtomicU64| counter.load(Relaxed);
+        let (tasks, keys, hits, bytes) = (
+            get(&counters.tasks),
+            get(&counters.keys),
+            get(&counters.hits),
+            get(&counters.bytes),
+        );
+        let value = json!({
+            "tasks": tasks, "answered": histogram.len(), "keys": keys, "hits": hits, "bytes": bytes,
+            "latency_us": {"p50": p50, "p90": p90, "p99": p99, "max": histogram.max()},
+        });
+        (value, [keys, hits, bytes, p50, p99])
+    }
+
+    /// Everything as JSON: per operation tasks, keys, hits, bytes, latencies in microseconds; the outcomes of stores
+    /// and loads.
+    pub fn snapshot(&self) -> Map<String, Value> {
+        let mut all = Map::new();
+        all.insert(
+            "uptime_s".into(),
+            json!(self.started.elapsed().as_secs_f64()),
+        );
+        let operations = Operation::ALL
+            .map(|operation| (operation.name().to_string(), self.operation(operation).0));
+        all.insert(
+            "operations".into(),
+            Value::Object(Map::from_iter(operations)),
+        );
+        for (name, counter) in Outcome::NAMES.iter().zip(&self.stored) {
+            all.insert((*name).into(), json!(counter.load(Relaxed)));
+        }
+        for (name, counter) in Miss::NAMES.iter().zip(&self.misses) {
+            all.insert(format!("load_miss_{name}"), json!(counter.load(Relaxed)));
+        }
+        all.insert("discarded".into(), json!(self.discarded.load(Relaxed)));
+        all
+    }
+
+    /// The line for the log.
+    fn line(&self, pending: u64) -> String {
+        let [keys, hits, loaded, get_p50, get_p99] = self.operation(Operation::Get).1;
+        let [.., written, set_p50, set_p99] = self.operation(Operation::Set).1;
+        let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
+        let ms = |us: u64| us as f64 / 1e3;
+        let stored = |outcome: Outcome| self.count(outcome);
+        format!(
+            "loads {hits}/{keys} hit, {:.3} GiB in, p50 {:.1} ms p99 {:.1} ms; stores {} stored {} skipped {} deduped, \
+             {:.3} GiB out, p50 {:.1} ms p99 {:.1} ms, {:.1} MiB pending; {} dropped {} poisoned {} rejected {} failed; \
+             {} not verified {} discarded",
+            gib(loaded),
+            ms(get_p50),
+            ms(get_p99),
+            stored(Outcome::Stored),
+            stored(Outcome::Skipped),
+            stored(Outcome::Deduped),
+            gib(written),
+            ms(set_p50),
+            ms(set_p99),
+            pending as f64 / (1u64 << 20) as f64,
+            stored(Outcome::Dropped),
+            stored(Outcome::Poisoned),
+            stored(Outcome::Rejected),
+            [
+                Outcome::TooOld,
+                Outcome::Stalled,
+                Outcome::Deleted,
+                Outcome::Failed
+            ]
+            .map(stored)
+            .iter()
+            .sum::<u64>(),
+            self.misses[Miss::NotVerified as usize].load(Relaxed),
+            self.discarded.load(Relaxed),
+        )
+    }
+}
+
+/// Writes log lines, and every `interval` the statistics, until nobody is left to send lines.
+pub(crate) fn report(
+    shared: &Arc<Shared>,
+    lines: &Receiver<Line>,
+    stop: &Receiver<()>,
+    interval: Duration,
+) {
+    let mut next = Instant::now() + interval;
+    loop {
+        crossbeam_channel::select! {
+            recv(lines) -> line => if let Ok(line) = line { line.write() },
+            recv(stop) -> _ => break,
+            default(next.saturating_duration_since(Instant::now())) => {
+                next += interval.max(Duration::from_millis(1));
+                shared.log.flush();
+                tracing::info!("{}", shared.stats.line(shared.pending_store_bytes()));
+                write_file(shared);
+            }
+        }
+    }
+    shared.log.flush();
+    lines.try_iter().for_each(|line| line.write());
+    tracing::info!(
+        "closed; {}",
+        shared.stats.line(shared.pending_store_bytes())
+    );
+    write_file(shared);
+}
+
+fn write_file(shared: &Arc<Shared>) {
+    let Some(path) = &shared.config.stats_path else {
+        return;
+    };
+    if let Err(error) = replace(path, &shared.snapshot().to_string()) {
+        let cure = "name a file in a folder that can be written";
+        shared.log.failed("stats_path", 1, || {
+            format!("stats_path={path:?}: cannot write: {error}; {cure}")
+        });
+    }
+}
+
+/// Readers see the old content or the new one.
+fn replace(path: &Path, content: &str) -> std::io::Result<()> {
+    let mut name = path
+        .file_name()
+        .ok_or(std::io::ErrorKind::InvalidInput)?
+        .to_os_string();
+    name.push(format!(".{}.tmp", std::process::id()));
+    let temporary = path.with_file_name(name);
+    fs::write(&temporary, content)?;
+    fs::rename(&temporary, path).inspect_err(|_| {
+        let _ = fs::remove_file(&temporary);
+    })
+}

@@ -1,0 +1,315 @@
+//! The reactor's stores: begin, copy in, write, commit.
+
+use xkv_store::{ErrorKind, FragmentSums, ObjectKey, Result, SlotBuf};
+
+use crate::backend::{Begun, Transaction, drive_set};
+use crate::connector::key_fits;
+use crate::copy::{CopyJob, Place};
+use crate::reactor::{Reactor, show};
+use crate::stats::Outcome;
+use crate::task::{
+    Batch, Class, Gathering, Message, Operation, Outstanding, Piece, StoreKey, Submission,
+};
+
+impl Reactor {
+    pub(crate) fn take_set(&mut self, submission: Submission) {
+        let Submission {
+            id,
+            submitted,
+            keys,
+            buffers,
+            owner,
+            bytes,
+            accepted,
+        } = submission;
+        let deadline = submitted + self.shared.config.store_deadline;
+        let (answers, tickets) = (vec![None; keys.len()], vec![0; keys.len()]);
+        let (operation, open, error) = (Operation::Set, keys.len(), String::new());
+        self.add_batch(
+            id,
+            Batch {
+                operation,
+                submitted,
+                deadline,
+                answers,
+                open,
+                tickets,
+                owner,
+                bytes,
+                error,
+            },
+        );
+        for (index, (bytes, buffer)) in keys.iter().zip(buffers).enumerate() {
+            if index >= accepted {
+                let why = "more stores wait than max_pending_store_mb allows";
+                self.account_store(id, index, Outcome::Dropped, 0, || why.into());
+                continue;
+            }
+            let Some(buffer) = buffer.filter(|buffer| !buffer.is_empty()) else {
+                self.account_store(id, index, Outcome::Failed, 0, || {
+                    "its buffer is empty or in pieces".into()
+                });
+                continue;
+            };
+            if !key_fits(&self.shared.namespace, bytes) {
+                let length = bytes.len();
+                self.account_store(id, index, Outcome::Failed, 0, || {
+                    format!("its key of {length} bytes is too long")
+                });
+                continue;
+            }
+            let key = ObjectKey::new(&self.shared.namespace, bytes);
+            if let Some(store) = self
+                .storing
+                .get(key.digest())
+                .and_then(|ticket| self.stores.get_mut(ticket))
+            {
+                store.joined.push((id, index));
+                continue;
+            }
+            let ticket = self.new_ticket();
+            if let Some(batch) = self.batches.get_mut(&id) {
+                batch.tickets[index] = ticket;
+            }
+            self.storing.insert(*key.digest(), ticket);
+            let (txn, sums, left, joined) = (None, Vec::new(), Outstanding::default(), Vec::new());
+            self.stores.insert(
+                ticket,
+                StoreKey {
+                    batch: id,
+                    index,
+                    key,
+                    buffer,
+                    deadline,
+                    txn,
+                    sums,
+                    left,
+                    joined,
+                },
+            );
+            self.waiting[1].push_back(ticket);
+        }
+    }
+
+    /// Asks the backend for room for the next object. False when there is none to ask for.
+    pub(crate) fn begin_next(&mut self) -> bool {
+        let Some(ticket) = self.waiting[1].pop_front() else {
+            return false;
+        };
+        let Some(store) = self.stores.get(&ticket) else {
+            return true;
+        };
+        self.asked[1] += 1;
+        let sender = self.sender.clone();
+        let done = move |begun| {
+            let _ = sender.send(Message::Begun { ticket, begun });
+        };
+        self.shared
+            .backend
+            .begin(&store.key, store.buffer.len() as u64, Box::new(done));
+        true
+    }
+
+    pub(crate) fn begun(&mut self, ticket: u64, begun: Begun) {
+        self.asked[1] -= 1;
+        if !self.stores.contains_key(&ticket) {
+            return;
+        }
+        match begun {
+            Begun::Open(txn) => self.start_writing(ticket, txn),
+            Begun::Present => self.settle(ticket, Outcome::Skipped, String::new),
+            Begun::Busy => self.parked.push(ticket),
+            Begun::Wait => {
+                self.no_room = true;
+                self.parked.push(ticket);
+            }
+            Begun::NoSpace => self.settle(ticket, Outcome::Rejected, || {
+                "does not fit into the store".into()
+            }),
+            Begun::ReadOnly => self.settle(ticket, Outcome::Failed, || {
+                "the store takes no changes".into()
+            }),
+        }
+    }
+
+    /// Asks again for stores that were put off, in their order.
+    pub(crate) fn retry_parked(&mut self) {
+        self.no_room = false;
+        for ticket in self.parked.drain(..).rev() {
+            self.waiting[1].push_front(ticket);
+        }
+    }
+
+    fn start_writing(&mut self, ticket: u64, txn: Box<dyn Transaction>) {
+        let Some(store) = self.stores.get_mut(&ticket) else {
+            return;
+        };
+        let fragments = 0..txn.fragments();
+        if fragments
+            .clone()
+            .any(|index| self.stalled & drive_set(txn.drive(index)) != 0)
+        {
+            return self.settle(ticket, Outcome::Stalled, || {
+                "its drive does not answer".into()
+            });
+        }
+        store.sums = vec![FragmentSums::default(); fragments.len()];
+        store.left = Outstanding::new(
+            self.shared.backend.drives(),
+            fragments.clone().map(|index| txn.drive(index)),
+        );
+        for index in fragments {
+            let drive = txn.drive(index) as u16;
+            self.window.push(Piece {
+                class: Class::Store,
+                ticket,
+                index,
+                drive,
+            });
+        }
+        store.txn = Some(txn);
+    }
+
+    /// Has a fragment copied into `slot`.
+    pub(crate) fn gather(&mut self, piece: Piece, slot: SlotBuf) {
+        let store = &self.stores[&piece.ticket];
+        let txn = store
+            .txn
+            .as_ref()
+            .expect("only begun objects have fragments in the window");
+        let place = Place {
+            buffer: store.buffer.clone(),
+            offset: piece.index as usize * self.shared.backend.fragment_bytes(),
+            len: txn.fragment_len(piece.index),
+            digest: *store.key.digest(),
+        };
+        let _ = self.copies.send(CopyJob::Gather {
+            piece,
+            place,
+            slot,
+            deadline: store.deadline,
+        });
+    }
+
+    pub(crate) fn gathered(&mut self, piece: Piece, outcome: Gathering) {
+        let Some(store) = self.stores.get_mut(&piece.ticket) else {
+            drop(outcome);
+            return self.window.landed(&piece);
+        };
+        match outcome {
+            Gathering::Done(slot, sums) => {
+                store.sums[piece.index as usize] = sums;
+                let sender = self.sender.clone();
+                let done = move |slot, result| {
+                    drop(slot);
+                    let _ = sender.send(Message::Written { piece, result });
+                };
+                let txn = store
+                    .txn
+                    .as_ref()
+                    .expect("a store in progress has its transaction");
+                txn.write(piece.index, slot, Box::new(done));
+            }
+            Gathering::TooOld | Gathering::Closed => {
+                self.window.landed(&piece);
+                self.settle(piece.ticket, Outcome::TooOld, || {
+                    "L1's lock on its bytes may have run out".into()
+                });
+            }
+        }
+    }
+
+    pub(crate) fn written(&mut self, piece: Piece, result: std::io::Result<()>) {
+        self.window.landed(&piece);
+        let ticket = piece.ticket;
+        let Some(store) = self.stores.get_mut(&ticket) else {
+            return;
+        };
+        if let Err(error) = result {
+            let full = matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
+            let outcome = if full {
+                Outcome::Rejected
+            } else {
+                Outcome::Failed
+            };
+            return self.settle(ticket, outcome, || {
+                format!("fragment {} on drive {}: {error}", piece.index, piece.drive)
+            });
+        }
+        if store.left.done(piece.drive)
+            && let Some(txn) = store.txn.take()
+        {
+            let sender = self.sender.clone();
+            let done = move |result| {
+                let _ = sender.send(Message::Committed { ticket, result });
+            };
+            txn.commit(std::mem::take(&mut store.sums), Box::new(done));
+        }
+    }
+
+    pub(crate) fn committed(&mut self, ticket: u64, result: Result<()>) {
+        match result {
+            Ok(()) => self.settle(ticket, Outcome::Stored, String::new),
+            Err(error) => {
+                let removed = error.kind() == ErrorKind::Removed;
+                let outcome = if removed {
+                    Outcome::Deleted
+                } else {
+                    Outcome::Failed
+                };
+                self.settle(ticket, outcome, || error.to_string());
+            }
+        }
+    }
+
+    /// Ends the store of a key, for everybody who waits for it.
+    pub(crate) fn settle(&mut self, ticket: u64, outcome: Outcome, why: impl FnOnce() -> String) {
+        let Some(store) = self.stores.remove(&ticket) else {
+            return;
+        };
+        self.storing.remove(store.key.digest());
+        store.buffer.close();
+        let why = if outcome.ok() {
+            String::new()
+        } else {
+            format!("store of {}: {}", show(&store.key), why())
+        };
+        self.account_store(
+            store.batch,
+            store.index,
+            outcome,
+            store.buffer.len() as u64,
+            || why.clone(),
+        );
+        let outcome = if outcome.ok() {
+            Outcome::Deduped
+        } else {
+            outcome
+        };
+        for (batch, index) in store.joined {
+            self.account_store(batch, index, outcome, 0, || why.clone());
+        }
+    }
+
+    /// Counts and answers one key of a set.
+    pub(crate) fn account_store(
+        &mut self,
+        id: u64,
+        index: usize,
+        outcome: Outcome,
+        bytes: u64,
+        why: impl FnOnce() -> String,
+    ) {
+        let shared = self.shared.clone();
+        let mut text = String::new();
+        if !outcome.ok() {
+            text = why();
+        }
+        if self.answer(id, index, outcome.ok(), || text.clone()) {
+            shared.stats.stored(outcome, 1, bytes);
+            if !outcome.ok() {
+                shared.log.failed(outcome.name(), 1, || text);
+            }
+        }
+    }
+}

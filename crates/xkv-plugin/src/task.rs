@@ -1,0 +1,262 @@
+//! What is going on: operations, their keys, and the messages that move them.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::time::Instant;
+
+use xkv_store::{FragmentSums, ObjectKey, Result, SlotBuf};
+
+use crate::backend::{Begun, DriveSet, Reading, Transaction};
+use crate::guard::L1Buffer;
+
+/// What keeps an operation's buffers alive for the caller; comes back with the completion.
+pub type Owner = Box<dyn Any + Send>;
+
+/// The four operations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Operation {
+    /// Load objects.
+    Get,
+    /// Store objects.
+    Set,
+    /// Look up objects.
+    Exists,
+    /// Remove objects.
+    Delete,
+}
+
+impl Operation {
+    /// All of them.
+    pub const ALL: [Operation; 4] = [
+        Operation::Get,
+        Operation::Set,
+        Operation::Exists,
+        Operation::Delete,
+    ];
+
+    /// Its name in statistics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Operation::Get => "get",
+            Operation::Set => "set",
+            Operation::Exists => "exists",
+            Operation::Delete => "delete",
+        }
+    }
+}
+
+/// The answer of an operation.
+pub struct Completion {
+    /// What the submit call returned.
+    pub id: u64,
+    /// Whether every key went well.
+    pub ok: bool,
+    /// Why not; empty when `ok`.
+    pub error: String,
+    /// Per key: loaded, present or gone; none for a set.
+    pub results: Option<Vec<bool>>,
+    /// What the caller gave along, to be dropped where the caller may drop it.
+    pub owner: Option<Owner>,
+}
+
+impl Completion {
+    /// A completion from its keys' answers.
+    pub fn new(
+        id: u64,
+        operation: Operation,
+        answers: Vec<bool>,
+        error: String,
+        owner: Option<Owner>,
+    ) -> Self {
+        // A lookup that finds nothing is an answer, not a failure.
+        let ok = match operation {
+            Operation::Exists => error.is_empty(),
+            _ => answers.iter().all(|&ok| ok),
+        };
+        let error = if ok { String::new() } else { error };
+        let results = (operation != Operation::Set).then_some(answers);
+        Self {
+            id,
+            ok,
+            error,
+            results,
+            owner,
+        }
+    }
+}
+
+/// Which way a fragment moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Class {
+    /// Drive to L1.
+    Load = 0,
+    /// L1 to drive.
+    Store = 1,
+}
+
+/// One fragment of one key in progress.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece {
+    pub class: Class,
+    pub ticket: u64,
+    pub index: u32,
+    pub drive: u16,
+}
+
+/// A submitted get or set.
+pub struct Submission {
+    pub id: u64,
+    pub submitted: Instant,
+    pub keys: Vec<Vec<u8>>,
+    /// One per key; none where the caller's buffer is of no use.
+    pub buffers: Vec<Option<Arc<L1Buffer>>>,
+    pub owner: Option<Owner>,
+    /// Bytes that count as pending stores.
+    pub bytes: u64,
+    /// Number of keys to serve; those behind them are beyond the backlog of stores.
+    pub accepted: usize,
+}
+
+/// A submitted exists or delete.
+pub struct Question {
+    pub id: u64,
+    pub submitted: Instant,
+    pub keys: Vec<ObjectKey>,
+}
+
+/// What happened to a fragment on its way into a slot.
+pub enum Gathering {
+    Done(SlotBuf, FragmentSums),
+    TooOld,
+    Closed,
+}
+
+/// What happened to a fragment on its way out of a slot.
+pub enum Scattering {
+    Done,
+    Damaged,
+    Closed,
+    Failed(std::io::Error),
+}
+
+/// What the reactor reacts to.
+pub enum Message {
+    Get(Submission),
+    Set(Submission),
+    Exists(Question),
+    Delete(Question),
+    Found {
+        id: u64,
+        places: Vec<Option<DriveSet>>,
+    },
+    Opened {
+        ticket: u64,
+        reading: Option<Box<dyn Reading>>,
+    },
+    Scattered {
+        piece: Piece,
+        outcome: Scattering,
+    },
+    Begun {
+        ticket: u64,
+        begun: Begun,
+    },
+    Gathered {
+        piece: Piece,
+        outcome: Gathering,
+    },
+    Written {
+        piece: Piece,
+        result: std::io::Result<()>,
+    },
+    Committed {
+        ticket: u64,
+        result: Result<()>,
+    },
+    Removed {
+        id: u64,
+        index: usize,
+        result: Result<bool>,
+    },
+    /// Asking to begin again may help.
+    Space,
+    Close,
+}
+
+/// An operation in progress.
+pub struct Batch {
+    pub operation: Operation,
+    pub submitted: Instant,
+    pub deadline: Instant,
+    /// Per key; none while it is open.
+    pub answers: Vec<Option<bool>>,
+    /// Number of keys still open.
+    pub open: usize,
+    /// Per key, its ticket; 0 where there is none (it joined another store, or is no load or store).
+    pub tickets: Vec<u64>,
+    pub owner: Option<Owner>,
+    pub bytes: u64,
+    /// Why the first key failed.
+    pub error: String,
+}
+
+/// A key being loaded.
+pub struct LoadKey {
+    pub batch: u64,
+    pub index: usize,
+    pub key: ObjectKey,
+    pub buffer: Arc<L1Buffer>,
+    pub reading: Option<Box<dyn Reading>>,
+    pub left: Outstanding,
+}
+
+/// A key being stored.
+pub struct StoreKey {
+    pub batch: u64,
+    pub index: usize,
+    pub key: ObjectKey,
+    pub buffer: Arc<L1Buffer>,
+    pub deadline: Instant,
+    pub txn: Option<Box<dyn Transaction>>,
+    pub sums: Vec<FragmentSums>,
+    pub left: Outstanding,
+    /// Keys of sets that wait for this one's outcome.
+    pub joined: Vec<(u64, usize)>,
+}
+
+/// Fragments of a key that are not through yet, by drive.
+#[derive(Default)]
+pub struct Outstanding {
+    by_drive: Vec<u32>,
+    total: u32,
+}
+
+impl Outstanding {
+    /// One entry per fragment: its drive.
+    pub fn new(drives: usize, fragments: impl Iterator<Item = usize>) -> Self {
+        let mut outstanding = Self {
+            by_drive: vec![0; drives],
+            total: 0,
+        };
+        for drive in fragments {
+            outstanding.by_drive[drive] += 1;
+            outstanding.total += 1;
+        }
+        outstanding
+    }
+
+    /// A fragment is through; true when it was the last.
+    pub fn done(&mut self, drive: u16) -> bool {
+        self.by_drive[drive as usize] -= 1;
+        self.total -= 1;
+        self.total == 0
+    }
+
+    /// Whether fragments on any of `drives` are missing.
+    pub fn needs(&self, drives: DriveSet) -> bool {
+        let needed = |(drive, left): (usize, &u32)| {
+            *left > 0 && drives & crate::backend::drive_set(drive) != 0
+        };
+        self.by_drive.iter().enumerate().any(needed)
+    }
+}

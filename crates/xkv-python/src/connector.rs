@@ -1,0 +1,225 @@
+//! The connector's Python class.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyString;
+use xkv_plugin::{Config, L1Buffer, Operation, Owner, Verify};
+use xkv_store::io::{DirectIo, EngineKind};
+
+use crate::{buffers, exception, logging, store_config};
+
+/// The second tier's end in LMCache's process, on an embedded store.
+#[pyclass(module = "xkv_lmcache._native", subclass, frozen)]
+pub struct Connector(xkv_plugin::Connector);
+
+/// One answer: id, ok, error, and per key for get, exists and delete.
+type Answer = (u64, bool, String, Option<Vec<bool>>);
+
+#[pymethods]
+impl Connector {
+    /// Opens the store; the arguments are checked, named and documented by `xkv_lmcache.params`.
+    #[new]
+    #[pyo3(signature = (
+        *, store, store_gb, fragment_bytes, batch_slots, copy_threads, verify, wait_timeout_s, load_deadline_s,
+        store_deadline_s, max_pending_store_mb, namespace, stats_interval_s, stats_path, io_engine, direct_io,
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        store: Vec<PathBuf>,
+        store_gb: Option<f64>,
+        fragment_bytes: Option<u32>,
+        batch_slots: usize,
+        copy_threads: Option<usize>,
+        verify: &str,
+        wait_timeout_s: f64,
+        load_deadline_s: f64,
+        store_deadline_s: f64,
+        max_pending_store_mb: f64,
+        namespace: &str,
+        stats_interval_s: f64,
+        stats_path: Option<PathBuf>,
+        io_engine: &str,
+        direct_io: &str,
+    ) -> PyResult<Self> {
+        logging::install();
+        let mut store = store_config(store, store_gb, fragment_bytes);
+        store.engine = match io_engine {
+            "auto" => EngineKind::Auto,
+            "uring" => EngineKind::Uring,
+            "pool" => EngineKind::Pool,
+            other => return Err(unknown("io_engine", other, "auto, uring or pool")),
+        };
+        store.direct = match direct_io {
+            "auto" => DirectIo::Auto,
+            "on" => DirectIo::On,
+            "off" => DirectIo::Off,
+            other => return Err(unknown("direct_io", other, "auto, on or off")),
+        };
+        let verify = match verify {
+            "full" => Verify::Full,
+            "sample" => Verify::Sample,
+            "off" => Verify::Off,
+            other => return Err(unknown("verify", other, "full, sample or off")),
+        };
+        let config = Config {
+            namespace: namespace.as_bytes().to_vec(),
+            copy_threads,
+            verify,
+            wait_timeout: seconds("wait_timeout_s", wait_timeout_s)?,
+            load_deadline: seconds("load_deadline_s", load_deadline_s)?,
+            store_deadline: seconds("store_deadline_s", store_deadline_s)?,
+            max_pending_store_bytes: (max_pending_store_mb * f64::from(1 << 20)) as u64,
+            stats_interval: seconds("stats_interval_s", stats_interval_s)?,
+            stats_path,
+        };
+        py.detach(|| xkv_plugin::Connector::open(&store, batch_slots, config))
+            .map(Self)
+            .map_err(exception)
+    }
+
+    /// Descriptor that becomes readable when there is something to drain.
+    fn event_fd(&self) -> i32 {
+        self.0.event_fd()
+    }
+
+    /// Loads objects into writable buffers of exactly their size.
+    fn submit_batch_get(&self, keys: &Bound<'_, PyAny>, memoryviews: &Bound<'_, PyAny>) -> u64 {
+        self.submit_buffers(Operation::Get, keys, memoryviews)
+    }
+
+    /// Stores objects.
+    fn submit_batch_set(&self, keys: &Bound<'_, PyAny>, memoryviews: &Bound<'_, PyAny>) -> u64 {
+        self.submit_buffers(Operation::Set, keys, memoryviews)
+    }
+
+    /// Looks objects up.
+    fn submit_batch_exists(&self, keys: &Bound<'_, PyAny>) -> u64 {
+        self.submit_keys(Operation::Exists, keys, |keys| self.0.submit_exists(keys))
+    }
+
+    /// Removes objects.
+    fn submit_batch_delete(&self, keys: &Bound<'_, PyAny>) -> u64 {
+        self.submit_keys(Operation::Delete, keys, |keys| self.0.submit_delete(keys))
+    }
+
+    /// The answers since the last call.
+    fn drain_completions(&self) -> Vec<Answer> {
+        self.0
+            .drain()
+            .into_iter()
+            .map(|done| (done.id, done.ok, done.error, done.results))
+            .collect()
+    }
+
+    /// Ends it, within 5 seconds.
+    fn close(&self, py: Python<'_>) {
+        drop(py.detach(|| self.0.close()));
+    }
+
+    /// Everything that is counted, as JSON text.
+    fn stats_json(&self, py: Python<'_>) -> String {
+        py.detach(|| self.0.stats().to_string())
+    }
+}
+
+impl Connector {
+    fn submit_buffers(
+        &self,
+        operation: Operation,
+        keys: &Bound<'_, PyAny>,
+        views: &Bound<'_, PyAny>,
+    ) -> u64 {
+        self.guarded(operation, keys, || {
+            let filled = operation == Operation::Get;
+            let views: Vec<Bound<'_, PyAny>> = views
+                .try_iter()
+                .and_then(Iterator::collect)
+                .unwrap_or_default();
+            let (exported, owner) = buffers::export(&views, filled);
+            match encode_all(keys) {
+                Ok(keys) if filled => self.0.submit_get(keys, exported, owner),
+                Ok(keys) => self.0.submit_set(keys, exported, owner),
+                Err(error) => self.refuse(operation, keys, exported, owner, &error.to_string()),
+            }
+        })
+    }
+
+    fn submit_keys(
+        &self,
+        operation: Operation,
+        keys: &Bound<'_, PyAny>,
+        submit: impl FnOnce(Vec<Vec<u8>>) -> u64,
+    ) -> u64 {
+        self.guarded(operation, keys, || match encode_all(keys) {
+            Ok(keys) => submit(keys),
+            Err(error) => self.refuse(
+                operation,
+                keys,
+                Vec::new(),
+                Box::new(()),
+                &error.to_string(),
+            ),
+        })
+    }
+
+    /// A panic becomes a failed completion like any other error.
+    fn guarded(
+        &self,
+        operation: Operation,
+        keys: &Bound<'_, PyAny>,
+        submit: impl FnOnce() -> u64,
+    ) -> u64 {
+        catch_unwind(AssertUnwindSafe(submit)).unwrap_or_else(|_| {
+            self.refuse(
+                operation,
+                keys,
+                Vec::new(),
+                Box::new(()),
+                "internal error in submit",
+            )
+        })
+    }
+
+    fn refuse(
+        &self,
+        operation: Operation,
+        keys: &Bound<'_, PyAny>,
+        buffers: Vec<Option<L1Buffer>>,
+        owner: Owner,
+        error: &str,
+    ) -> u64 {
+        self.0
+            .refuse(operation, keys.len().unwrap_or(0), buffers, owner, error)
+    }
+}
+
+/// Keys as bytes: UTF-8, lone surrogates as Python's `surrogatepass` writes them.
+fn encode_all(keys: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u8>>> {
+    keys.try_iter()?.map(|key| encode(&key?)).collect()
+}
+
+fn encode(key: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+    let key = key
+        .cast::<PyString>()
+        .map_err(|_| PyTypeError::new_err("a key is not a str"))?;
+    match key.to_cow() {
+        Ok(text) => Ok(text.as_bytes().to_vec()),
+        Err(_) => key
+            .call_method1("encode", ("utf-8", "surrogatepass"))?
+            .extract(),
+    }
+}
+
+fn unknown(name: &str, value: &str, expects: &str) -> PyErr {
+    PyValueError::new_err(format!("{name}={value:?} is not {expects}"))
+}
+
+fn seconds(name: &str, value: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(value)
+        .map_err(|_| PyValueError::new_err(format!("{name}={value} is not a number of seconds")))
+}
