@@ -1,6 +1,11 @@
 //! Drives that refuse, lie, or are not what they were: right bytes or a miss, a clear refusal, and no way back that
 //! needs a restart where the fault allows it.
 
+#![allow(
+    clippy::cloned_ref_to_slice_refs,
+    reason = "the suggested call would not coerce to a slice of dyn devices"
+)]
+
 mod common;
 
 use std::sync::Arc;
