@@ -12,45 +12,81 @@ use crossbeam_channel::{Receiver, Sender};
 
 use crate::error::{Error, Result};
 
-struct Region {
-    base: NonNull<u8>,
-    bytes: usize,
-    slot_bytes: usize,
-    free_tx: Sender<u32>,
-    free_rx: Receiver<u32>,
-    slots: usize,
-    low_water: AtomicUsize,
+/// Where a slot goes when its holder lets go of it. Keeps the slot's memory mapped.
+pub trait SlotHome: Send + Sync + 'static {
+    /// Takes slot number `slot` back.
+    fn give_back(&self, slot: u32);
 }
 
-// SAFETY: the region is plain memory; every slot number is in the free channel or in exactly one `SlotBuf`, so no
-// two threads reach the same bytes.
-unsafe impl Send for Region {}
-// SAFETY: as above; the shared fields are themselves `Sync`.
-unsafe impl Sync for Region {}
+/// One slot, owned. Dropping it gives it back to where it came from.
+pub struct SlotBuf {
+    home: Arc<dyn SlotHome>,
+    start: NonNull<u8>,
+    len: usize,
+    slot: u32,
+}
 
-impl Drop for Region {
-    fn drop(&mut self) {
-        // SAFETY: `base` and `bytes` are those of the mapping made in `SlotPool::new`; no `SlotBuf` is left, since
-        // each holds an `Arc` to this region.
-        unsafe {
-            libc::munmap(self.base.as_ptr().cast(), self.bytes);
+// SAFETY: a `SlotBuf` is the only way to its bytes (see `SlotBuf::new`), like a `Box<[u8]>`.
+unsafe impl Send for SlotBuf {}
+// SAFETY: as above; shared access only reads.
+unsafe impl Sync for SlotBuf {}
+
+impl SlotBuf {
+    /// Hands slot number `slot` out: `len` bytes from `start`.
+    ///
+    /// # Safety
+    /// The bytes must be mapped and initialised for as long as `home` lives, and nothing else in this process may
+    /// reach them until `home` got the slot back.
+    pub unsafe fn new(home: Arc<dyn SlotHome>, start: NonNull<u8>, len: usize, slot: u32) -> Self {
+        Self {
+            home,
+            start,
+            len,
+            slot,
         }
+    }
+
+    /// The slot's number.
+    pub fn slot(&self) -> u32 {
+        self.slot
     }
 }
 
-/// A fixed number of slots of equal size.
-#[derive(Clone)]
-pub struct SlotPool(Arc<Region>);
+impl Deref for SlotBuf {
+    type Target = [u8];
 
-impl SlotPool {
-    /// Maps `slots` buffers of `slot_bytes` each; `slot_bytes` must be a multiple of 4,096. Pages are taken from the
-    /// system when first used.
-    ///
-    /// # Errors
-    /// The mapping is refused (out of address space or memory limit).
-    pub fn new(slots: usize, slot_bytes: usize) -> Result<Self> {
-        assert!(slots > 0 && slot_bytes > 0 && slot_bytes.is_multiple_of(4096));
-        let bytes = slots * slot_bytes;
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the contract of `SlotBuf::new`: mapped, initialised, reachable through this value alone.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl DerefMut for SlotBuf {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `deref`, and `&mut self` makes the access exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for SlotBuf {
+    fn drop(&mut self) {
+        self.home.give_back(self.slot);
+    }
+}
+
+/// Anonymous memory of this process.
+struct Mapping {
+    base: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: a mapping is plain memory; who may touch which part of it is the pool's business.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    fn new(bytes: usize) -> std::io::Result<Self> {
         // SAFETY: an anonymous private mapping at an address of the kernel's choice touches nothing of ours.
         let base = unsafe {
             libc::mmap(
@@ -63,51 +99,121 @@ impl SlotPool {
             )
         };
         if base == libc::MAP_FAILED {
-            return Err(Error::io(
-                format!(
-                    "{slots} slots of {slot_bytes} bytes: cannot map {bytes} bytes; lower batch_slots"
-                ),
-                std::io::Error::last_os_error(),
-            ));
+            return Err(std::io::Error::last_os_error());
         }
         // SAFETY: the range is the mapping made above. A forked child must not share pages that the kernel writes to.
         unsafe {
             libc::madvise(base, bytes, libc::MADV_DONTFORK);
         }
-        let (free_tx, free_rx) = crossbeam_channel::bounded(slots);
-        for slot in 0..slots as u32 {
-            free_tx
-                .try_send(slot)
-                .expect("the channel holds every slot");
-        }
-        let base = NonNull::new(base.cast()).expect("mmap never returns null here");
-        let low_water = AtomicUsize::new(slots);
-        Ok(Self(Arc::new(Region {
-            base,
+        Ok(Self {
+            base: NonNull::new(base.cast()).expect("mmap never returns null here"),
             bytes,
-            slot_bytes,
-            free_tx,
-            free_rx,
-            slots,
+        })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: `base` and `bytes` are those of the mapping; whoever used it holds it no longer.
+        unsafe {
+            libc::munmap(self.base.as_ptr().cast(), self.bytes);
+        }
+    }
+}
+
+struct Free {
+    sender: Sender<u32>,
+    receiver: Receiver<u32>,
+    low_water: AtomicUsize,
+    slots: usize,
+    slot_bytes: usize,
+    base: NonNull<u8>,
+    /// Unmapped after the last slot.
+    _memory: Box<dyn Send + Sync>,
+}
+
+// SAFETY: every slot number is in the channel or in exactly one `SlotBuf`, so no two threads reach the same bytes
+// through this value; the rest is `Sync` itself.
+unsafe impl Send for Free {}
+// SAFETY: as above.
+unsafe impl Sync for Free {}
+
+impl SlotHome for Free {
+    fn give_back(&self, slot: u32) {
+        self.sender
+            .try_send(slot)
+            .expect("the channel holds every slot");
+    }
+}
+
+/// A fixed number of slots of equal size.
+#[derive(Clone)]
+pub struct SlotPool(Arc<Free>);
+
+impl SlotPool {
+    /// Maps `slots` buffers of `slot_bytes` each; `slot_bytes` must be a multiple of 4,096. Pages are taken from the
+    /// system when first used.
+    ///
+    /// # Errors
+    /// The mapping is refused (out of address space or memory limit).
+    pub fn new(slots: usize, slot_bytes: usize) -> Result<Self> {
+        let bytes = slots * slot_bytes;
+        let mapping = Mapping::new(bytes).map_err(|error| {
+            let text = format!(
+                "{slots} slots of {slot_bytes} bytes: cannot map {bytes} bytes; lower batch_slots"
+            );
+            Error::io(text, error)
+        })?;
+        let base = mapping.base;
+        // SAFETY: the mapping has `slots * slot_bytes` bytes, is zeroed, page-aligned, and known to this pool alone.
+        Ok(unsafe { Self::over(base, slots, slot_bytes, Box::new(mapping)) })
+    }
+
+    /// A pool over memory that `memory` keeps mapped.
+    ///
+    /// # Safety
+    /// `slots * slot_bytes` bytes from `base` must be mapped and initialised for as long as `memory` lives, `base`
+    /// aligned to 4,096, and nothing else in this process may reach them.
+    pub unsafe fn over(
+        base: NonNull<u8>,
+        slots: usize,
+        slot_bytes: usize,
+        memory: Box<dyn Send + Sync>,
+    ) -> Self {
+        assert!(slots > 0 && slot_bytes > 0 && slot_bytes.is_multiple_of(4096));
+        let (sender, receiver) = crossbeam_channel::bounded(slots);
+        for slot in 0..slots as u32 {
+            sender.try_send(slot).expect("the channel holds every slot");
+        }
+        let low_water = AtomicUsize::new(slots);
+        Self(Arc::new(Free {
+            sender,
+            receiver,
             low_water,
-        })))
+            slots,
+            slot_bytes,
+            base,
+            _memory: memory,
+        }))
     }
 
     /// A free slot, or none at once.
     pub fn try_take(&self) -> Option<SlotBuf> {
-        let slot = self.0.free_rx.try_recv().ok()?;
+        let slot = self.0.receiver.try_recv().ok()?;
         self.0
             .low_water
-            .fetch_min(self.0.free_rx.len(), Ordering::Relaxed);
-        Some(SlotBuf {
-            region: self.0.clone(),
-            slot,
-        })
+            .fetch_min(self.0.receiver.len(), Ordering::Relaxed);
+        // SAFETY: `slot` is below the pool's count, so the offset stays inside the memory, which `self.0` keeps; the
+        // number came out of the channel and goes back when the `SlotBuf` drops.
+        unsafe {
+            let start = self.0.base.add(slot as usize * self.0.slot_bytes);
+            Some(SlotBuf::new(self.0.clone(), start, self.0.slot_bytes, slot))
+        }
     }
 
     /// Free slots now.
     pub fn free(&self) -> usize {
-        self.0.free_rx.len()
+        self.0.receiver.len()
     }
 
     /// Slots in all.
@@ -123,48 +229,6 @@ impl SlotPool {
     /// Fewest free slots seen so far.
     pub fn low_water(&self) -> usize {
         self.0.low_water.load(Ordering::Relaxed)
-    }
-}
-
-/// One slot, owned. Dropping it gives it back to its pool.
-pub struct SlotBuf {
-    region: Arc<Region>,
-    slot: u32,
-}
-
-impl SlotBuf {
-    fn start(&self) -> NonNull<u8> {
-        // SAFETY: `slot` is below the region's slot count, so the offset stays inside the mapping.
-        unsafe {
-            self.region
-                .base
-                .add(self.slot as usize * self.region.slot_bytes)
-        }
-    }
-}
-
-impl Deref for SlotBuf {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        // SAFETY: the slot's bytes are mapped, initialised (zero pages), and reachable through this value alone.
-        unsafe { std::slice::from_raw_parts(self.start().as_ptr(), self.region.slot_bytes) }
-    }
-}
-
-impl DerefMut for SlotBuf {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `deref`, and `&mut self` makes the access exclusive.
-        unsafe { std::slice::from_raw_parts_mut(self.start().as_ptr(), self.region.slot_bytes) }
-    }
-}
-
-impl Drop for SlotBuf {
-    fn drop(&mut self) {
-        self.region
-            .free_tx
-            .try_send(self.slot)
-            .expect("the channel holds every slot");
     }
 }
 

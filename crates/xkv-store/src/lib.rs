@@ -22,7 +22,7 @@ mod set;
 mod signals;
 pub mod store;
 
-pub use buf::{SlotBuf, SlotPool};
+pub use buf::{SlotBuf, SlotHome, SlotPool};
 pub use checksum::{Coverage, FragmentSums, Summer};
 pub use error::{Error, ErrorKind, Result};
 pub use key::{Digest, MAX_KEY_BYTES, ObjectKey};

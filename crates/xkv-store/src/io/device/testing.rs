@@ -614,3 +614,98 @@ impl SplitMix {
         z ^ (z >> 31)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DRIVE: u64 = 4 << 20;
+
+    fn read(device: &dyn Device, offset: u64) -> Vec<u8> {
+        let mut block = vec![0; BLOCK];
+        device.read_at(&mut block, offset).unwrap();
+        block
+    }
+
+    #[test]
+    fn memory_holds_what_was_written_across_pieces() {
+        let device = MemoryDevice::new(DRIVE);
+        let offset = PIECE as u64 - BLOCK as u64;
+        let bytes: Vec<u8> = (0..3 * BLOCK).map(|i| (i % 253) as u8).collect();
+        device.write_at(&bytes, offset).unwrap();
+        let copy = device.copy();
+        device.flip(offset, 0xff);
+        let mut read = vec![1; 5 * BLOCK];
+        copy.read_at(&mut read, offset - BLOCK as u64).unwrap();
+        assert!(
+            read[..BLOCK]
+                .iter()
+                .chain(&read[4 * BLOCK..])
+                .all(|&b| b == 0)
+        );
+        assert_eq!(read[BLOCK..4 * BLOCK], bytes);
+        assert!(device.read_at(&mut read, 512).is_err());
+        assert!(device.write_at(&bytes, DRIVE - BLOCK as u64).is_err());
+    }
+
+    #[test]
+    fn only_a_flush_makes_writes_survive_for_sure() {
+        let device = CrashDevice::new(&MemoryDevice::new(DRIVE));
+        device.write_at(&[1; BLOCK], 0).unwrap();
+        device.flush().unwrap();
+        device.write_at(&[2; BLOCK], 0).unwrap();
+        device.write_at(&[3; BLOCK], BLOCK as u64).unwrap();
+        assert_eq!(read(&*device, 0), [2; BLOCK]);
+        assert_eq!(read(&*device.live(), 0), [2; BLOCK]);
+        assert_eq!(read(&*device.durable(), 0), [1; BLOCK]);
+
+        let (mut old, mut new, mut torn, mut reordered) = (0, 0, 0, 0);
+        for seed in 0..200 {
+            let image = device.crash(seed);
+            let (first, second) = (read(&*image, 0), read(&*image, BLOCK as u64));
+            for sector in first.chunks(SECTOR) {
+                assert!(sector == [1; SECTOR] || sector == [2; SECTOR]);
+            }
+            match &first[..] {
+                b if b == [1; BLOCK] => old += 1,
+                b if b == [2; BLOCK] => new += 1,
+                _ => torn += 1,
+            }
+            reordered += usize::from(first == [1; BLOCK] && second == [3; BLOCK]);
+            assert_eq!(first, read(&*device.crash(seed), 0), "the seed decides");
+        }
+        assert!(old > 20 && new > 20 && torn > 20 && reordered > 5);
+    }
+
+    #[test]
+    fn after_the_freeze_point_nothing_answers() {
+        let device = CrashDevice::new(&MemoryDevice::new(DRIVE));
+        device.freeze_after(2);
+        device.write_at(&[1; BLOCK], 0).unwrap();
+        device.flush().unwrap();
+        assert!(!device.is_frozen());
+        device.write_at(&[2; BLOCK], 0).unwrap();
+        assert!(device.is_frozen());
+        assert!(device.write_at(&[3; BLOCK], 0).is_err());
+        assert!(device.read_at(&mut [0; BLOCK], 0).is_err());
+        assert!(device.flush().is_err());
+        assert_eq!(read(&*device.live(), 0), [2; BLOCK]);
+        assert_eq!(read(&*device.durable(), 0), [1; BLOCK]);
+        assert_eq!((device.writes(), device.flushes()), (2, 1));
+    }
+
+    #[test]
+    fn stalled_calls_go_on_late() {
+        let memory = MemoryDevice::new(DRIVE);
+        let device = StallDevice::new(memory.clone());
+        device.stall(Calls::WRITES);
+        std::thread::scope(|scope| {
+            scope.spawn(|| device.write_at(&[1; BLOCK], 0).unwrap());
+            assert!(device.await_waiting(1, Duration::from_secs(60)));
+            assert_eq!(read(&*device, 0), [0; BLOCK]);
+            device.resume();
+        });
+        assert_eq!(read(&*memory, 0), [1; BLOCK]);
+        assert_eq!(device.waiting(), 0);
+    }
+}
