@@ -1,20 +1,19 @@
 //! One contract, held by every pair of device and engine; then what only certain devices can show: order of the
 //! classes, stalls, faults, short transfers.
 
+mod drives;
+
 use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
-use std::process::Command;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
+use drives::LoopDrive;
 use xkv_store::io::device::testing::{
     Calls, Effect, Fault, FaultyDevice, MemoryDevice, StallDevice, ThrottledDevice,
 };
@@ -24,7 +23,7 @@ use xkv_store::io::{BLOCK, Device, DirectIo, EngineKind, Op};
 use xkv_store::{SlotBuf, SlotPool};
 
 const MIB: u64 = 1 << 20;
-const DRIVE: u64 = 64 * MIB;
+const DRIVE: u64 = 16 * MIB;
 const SLOT: usize = MIB as usize;
 /// Far beyond what any step takes; reached only when an answer is lost.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -81,16 +80,7 @@ impl Inbox {
     }
 }
 
-/// A file that goes away with the test, even a killed one: it has no name once it is open.
-fn scratch_file() -> PathBuf {
-    static NUMBER: AtomicU64 = AtomicU64::new(0);
-    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
-    folder.join(format!("io-contract-{}-{number}", std::process::id()))
-}
-
 fn make(place: Place) -> Option<Arc<dyn Device>> {
-    let path = scratch_file();
     let mut options = OpenOptions {
         file_bytes: DRIVE,
         direct: DirectIo::On,
@@ -100,62 +90,21 @@ fn make(place: Place) -> Option<Arc<dyn Device>> {
         Place::Memory => return Some(MemoryDevice::new(DRIVE)),
         Place::File(direct) => {
             options.direct = direct;
-            File::create_new(&path).unwrap();
-            let device = device::open(&path, &options).unwrap();
-            fs::remove_file(&path).unwrap();
-            device
+            let folder = drives::scratch();
+            device::open(folder.path(), &options).unwrap()
         }
         Place::Loop { sector } => {
-            if let Err(reason) = loop_devices() {
-                eprintln!("not run: {reason}");
+            if !drives::possible() {
                 return None;
             }
-            File::create_new(&path).unwrap().set_len(DRIVE).unwrap();
-            let node = attach(&path, sector);
-            let device = device::open(&node, &options);
-            // Detached as soon as nobody has it open.
-            run("losetup", &["-d", node.to_str().unwrap()]);
-            fs::remove_file(&path).unwrap();
-            device.unwrap()
+            let drive = LoopDrive::new(DRIVE, sector);
+            device::open(drive.node(), &options).unwrap()
         }
     };
-    assert_eq!(
-        device.set_direct(options.direct, true).unwrap(),
-        device.is_direct()
-    );
+    device.set_direct(options.direct, true).unwrap();
     assert_eq!(device.is_direct(), place != Place::File(DirectIo::Off));
     assert_eq!(device.size(), DRIVE);
     Some(Arc::new(device))
-}
-
-fn run(program: &str, arguments: &[&str]) -> String {
-    let output = Command::new(program).args(arguments).output().unwrap();
-    assert!(
-        output.status.success(),
-        "{program} {arguments:?}: {}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    String::from_utf8(output.stdout).unwrap().trim().to_owned()
-}
-
-fn attach(file: &std::path::Path, sector: u32) -> PathBuf {
-    let sector = sector.to_string();
-    run(
-        "losetup",
-        &["-f", "--show", "-b", &sector, file.to_str().unwrap()],
-    )
-    .into()
-}
-
-/// Only the superuser can attach loop devices, and only where the kernel has them.
-fn loop_devices() -> Result<(), &'static str> {
-    if !fs::metadata("/proc/self").unwrap().uid() == 0 {
-        return Err("loop devices need root");
-    }
-    if !fs::exists("/dev/loop-control").unwrap() {
-        return Err("no loop devices here");
-    }
-    Ok(())
 }
 
 /// An engine; none where the kernel refuses io_uring to this process, which a seccomp filter or the sysctl must prove.
@@ -517,7 +466,7 @@ struct StreamDevice {
 }
 
 impl StreamDevice {
-    fn new() -> (Arc<dyn Device>, UnixStream) {
+    fn pair() -> (Arc<dyn Device>, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         theirs.set_read_timeout(Some(PATIENCE)).unwrap();
         theirs.set_write_timeout(Some(PATIENCE)).unwrap();
@@ -567,7 +516,7 @@ fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
 #[test]
 fn reads_overtake_writes_but_do_not_starve_them() {
     for kind in BOTH {
-        let (device, mut peer) = StreamDevice::new();
+        let (device, mut peer) = StreamDevice::pair();
         let Some(engine) = start(device, kind, 1) else {
             continue;
         };
@@ -634,7 +583,7 @@ fn reads_pass_writes_that_are_stuck() {
 #[test]
 fn a_stalled_drive_is_seen_and_left_behind() {
     for kind in BOTH {
-        let (device, mut peer) = StreamDevice::new();
+        let (device, mut peer) = StreamDevice::pair();
         let Some(engine) = start(device.clone(), kind, 2) else {
             continue;
         };
@@ -715,7 +664,7 @@ fn the_oldest_request_is_exact() {
 struct PipeDevice(File);
 
 impl PipeDevice {
-    fn new(end: impl Into<OwnedFd>) -> Arc<dyn Device> {
+    fn on(end: impl Into<OwnedFd>) -> Arc<dyn Device> {
         Arc::new(Self(File::from(end.into())))
     }
 }
@@ -755,7 +704,7 @@ fn short_transfers_are_completed() {
     let inbox = Inbox::new();
     for kind in BOTH {
         let (ours, mut theirs) = io::pipe().unwrap();
-        let Some(engine) = start(PipeDevice::new(ours), kind, 4) else {
+        let Some(engine) = start(PipeDevice::on(ours), kind, 4) else {
             continue;
         };
         engine.submit(inbox.request(1, Op::Read, 0, SLOT, slots.try_take().unwrap()));
@@ -766,7 +715,7 @@ fn short_transfers_are_completed() {
         assert!(answer.buf[..] == wanted[..], "{kind:?}");
 
         let (mut theirs, ours) = io::pipe().unwrap();
-        let Some(engine) = start(PipeDevice::new(ours), kind, 4) else {
+        let Some(engine) = start(PipeDevice::on(ours), kind, 4) else {
             continue;
         };
         engine.submit(inbox.request(2, Op::Write, 0, SLOT, answer.buf));
@@ -790,7 +739,7 @@ fn an_early_end_is_an_error() {
         let slots = SlotPool::new(1, SLOT).unwrap();
         let inbox = Inbox::new();
         let (ours, mut theirs) = io::pipe().unwrap();
-        let Some(engine) = start(PipeDevice::new(ours), kind, 4) else {
+        let Some(engine) = start(PipeDevice::on(ours), kind, 4) else {
             continue;
         };
         engine.submit(inbox.request(1, Op::Read, 0, SLOT, slots.try_take().unwrap()));
@@ -801,7 +750,7 @@ fn an_early_end_is_an_error() {
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof, "{kind:?}");
 
         let (theirs, ours) = io::pipe().unwrap();
-        let Some(engine) = start(PipeDevice::new(ours), kind, 4) else {
+        let Some(engine) = start(PipeDevice::on(ours), kind, 4) else {
             continue;
         };
         drop(theirs);
@@ -861,26 +810,20 @@ fn no_space_is_reported() {
 /// A block device whose medium fails in part: EIO there, bytes elsewhere. The loop device's file is cut short under it.
 #[test]
 fn a_failing_medium_is_reported() {
-    if let Err(reason) = loop_devices() {
-        eprintln!("not run: {reason}");
+    if !drives::possible() {
         return;
     }
     for kind in BOTH {
-        let path = scratch_file();
-        let file = File::create_new(&path).unwrap();
-        file.set_len(DRIVE).unwrap();
-        let node = attach(&path, 512);
+        let drive = LoopDrive::new(DRIVE, 512);
         let options = OpenOptions {
             direct: DirectIo::On,
             ..OpenOptions::default()
         };
-        let device = device::open(&node, &options);
-        run("losetup", &["-d", node.to_str().unwrap()]);
-        fs::remove_file(&path).unwrap();
-        let Some(engine) = start(Arc::new(device.unwrap()), kind, 4) else {
+        let device = device::open(drive.node(), &options).unwrap();
+        let Some(engine) = start(Arc::new(device), kind, 4) else {
             continue;
         };
-        file.set_len(DRIVE / 2).unwrap();
+        drive.file().set_len(DRIVE / 2).unwrap();
         let slots = SlotPool::new(1, BLOCK).unwrap();
         let inbox = Inbox::new();
         let mut buf = slots.try_take().unwrap();
