@@ -74,7 +74,7 @@ SERVER_PATTERNS: Final = (
 _TELEMETRY_OFF: Final = {"LMCACHE_TRACK_USAGE": "false", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 _SECRET_NAME: Final = re.compile(
-    r"(?i)(secret|passw|passphrase|credential|(^|[_.-])(token|auth|authorization|key|headers|pwd)$"
+    r"(?i)(secret|passw|passphrase|credential|(^|[_.-])(token|auth|authorization|key|headers)$|[_.-]pwd$"
     r"|token(s)?$|api[_-]?key|access[_-]?key|private[_-]?key)"
 )
 _USER_INFO: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/@\s]+@")

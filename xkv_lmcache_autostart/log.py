@@ -4,9 +4,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
+
+from xkv_lmcache_autostart.output import write_patiently
+
+
+class _Stderr:
+    """Standard error for a process that must not stand still or end because nobody reads its log.
+
+    A line that is not taken within the patience is lost, and the next ones get no patience until one is
+    taken.
+    """
+
+    def __init__(self) -> None:
+        self._patience_s = 0.5
+
+    def write(self, text: str) -> int:
+        taken = write_patiently(2, text.encode(errors="replace"), self._patience_s)
+        self._patience_s = 0.5 if taken else 0.0
+        return len(text)
+
+    def flush(self) -> None:
+        pass
 
 
 def set_up(form: str = "auto", level: str = "info") -> None:
@@ -25,7 +46,7 @@ def set_up(form: str = "auto", level: str = "info") -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Stderr())),
     )
 
 

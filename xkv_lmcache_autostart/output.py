@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import os
 import select
+import time
 from collections import deque
 from typing import Final
 
 TAIL_LINES: Final = 20
 _READ_BYTES: Final = 65536
 _PENDING_BYTES: Final = 2**20
+
+
+def write_patiently(target: int, data: bytes, patience_s: float) -> bool:
+    """Write to a descriptor whose reader may be slow or gone: False if it did not take all of it in time."""
+    poller = select.poll()
+    poller.register(target, select.POLLOUT)
+    deadline = time.monotonic() + patience_s
+    while data:
+        # A pipe that polls as writable takes PIPE_BUF bytes at once.
+        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            return False
+        try:
+            data = data[os.write(target, data[: select.PIPE_BUF]) :]
+        except BlockingIOError:
+            continue
+        except OSError:
+            return False
+    return True
 
 
 class Relay:
@@ -25,8 +44,6 @@ class Relay:
         self.source = source
         self.target = target
         self.open = True
-        self.moved = 0
-        """Bytes read and written so far."""
         self._tail = tail
         self._partial = b""
         self._pending = b""
@@ -51,7 +68,6 @@ class Relay:
             self._partial = b""
             self.close()
             return
-        self.moved += len(data)
         lines, newline, self._partial = (self._partial + data).rpartition(b"\n")
         self._take(lines + newline)
         if len(self._partial) > _READ_BYTES:
@@ -75,7 +91,6 @@ class Relay:
             self._pending = b""
             return
         self._pending = self._pending[written:]
-        self.moved += written
 
     def close(self) -> None:
         """Stop reading; what is pending can still be written."""

@@ -20,6 +20,7 @@ MARK: Final = "XKV_LAUNCHER"
 """The variable by which the watchdog recognises descendants that left their process group."""
 
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_NAME: Final = 15
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -65,6 +66,11 @@ def new_mark() -> str:
 def become_subreaper() -> None:
     """Let orphaned descendants become children of this process, as they do of PID 1."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def set_name(name: str) -> None:
+    """Name this process as `ps` and `top` show it; at most 15 bytes."""
+    _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def spawn(

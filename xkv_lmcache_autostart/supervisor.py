@@ -282,15 +282,15 @@ class Supervisor:
         if self._server is not None:
             self._server.send(signal.SIGTERM)
         terminate = processes.once(lambda process: processes.send(process, signal.SIGTERM))
-        while (left := self._ours()) and self._time_left(deadline):
+        while not self._all_ended(left := self._ours()) and self._time_left(deadline):
             spared = self._families()
             terminate(process for process in left if process.pid not in spared)
             self._step(_POLL_S)
         if left:
-            names = ", ".join(str(process.pid) for process in left)
-            self._log.warning("killing what did not end in time", pids=names)
+            pids = ", ".join(str(process.pid) for process in left)
+            self._log.warning("killing what did not end in time", pids=pids)
         deadline = time.monotonic() + _KILL_S
-        while (left := self._ours()) and time.monotonic() < deadline:
+        while not self._all_ended(left := self._ours()) and time.monotonic() < deadline:
             for process in left:
                 processes.send(process, signal.SIGKILL)
             self._step(_POLL_S)
@@ -298,6 +298,11 @@ class Supervisor:
 
     def _time_left(self, deadline: float) -> bool:
         return not self._hurry and time.monotonic() < deadline
+
+    def _all_ended(self, left: list[psutil.Process]) -> bool:
+        return not left and not any(
+            child is not None and child.running for child in (self._server, self._command)
+        )
 
     def _ours(self) -> list[psutil.Process]:
         self._reap()
@@ -328,10 +333,17 @@ class Supervisor:
 
     def _step(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for something to happen, and take note of what did."""
-        actions: dict[int, Callable[[], None]] = {self._signals.fileno(): self._signals.clear}
+        self._pass_on(0.0 if self._signals.arrived else timeout)
+        self._reap()
+        while self._signals.arrived:
+            self._take(self._signals.arrived.popleft())
+
+    def _pass_on(self, timeout: float) -> bool:
+        """Wait for a signal or for output, and pass the output on. Whether there was output."""
+        self._relays = [relay for relay in self._relays if relay.open or relay.wants_write()]
+        actions: dict[int, Callable[[], None]] = {}
         poller = select.poll()
         poller.register(self._signals, select.POLLIN)
-        self._relays = [relay for relay in self._relays if relay.open or relay.wants_write()]
         for relay in self._relays:
             if relay.wants_read():
                 poller.register(relay.source, select.POLLIN)
@@ -339,12 +351,12 @@ class Supervisor:
             if relay.wants_write():
                 poller.register(relay.target, select.POLLOUT)
                 actions.setdefault(relay.target, relay.write)
-        if not self._signals.arrived:
-            for descriptor, _ in poller.poll(timeout * 1000):
+        found = [descriptor for descriptor, _ in poller.poll(timeout * 1000)]
+        self._signals.clear()
+        for descriptor in found:
+            if descriptor in actions:
                 actions[descriptor]()
-        self._reap()
-        while self._signals.arrived:
-            self._take(self._signals.arrived.popleft())
+        return any(descriptor in actions for descriptor in found)
 
     def _take(self, number: int) -> None:
         if number == signal.SIGCHLD:
@@ -358,8 +370,8 @@ class Supervisor:
     def _reap(self) -> None:
         for pid, exit_code in processes.reap():
             if pid == self._watchdog.pid:
-                self._log.warning("the watchdog died and is replaced", exit_code=exit_code)
                 self._watchdog.restart()
+                self._log.warning("the watchdog died and is replaced", exit_code=exit_code)
             for child in (self._server, self._command):
                 if child is not None and child.pid == pid:
                     child.reaped(exit_code)
@@ -367,11 +379,8 @@ class Supervisor:
     def _drain(self) -> None:
         """Pass on what the children have written and what the outputs take, for a second at most."""
         deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline:
-            before = sum(relay.moved for relay in self._relays)
-            self._step(0.0)
-            if before == sum(relay.moved for relay in self._relays):
-                return
+        while time.monotonic() < deadline and self._pass_on(0.0):
+            pass
 
 
 def _ending(child: Child) -> str:

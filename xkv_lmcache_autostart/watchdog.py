@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 from typing import Final
 
 from xkv_lmcache_autostart import processes
+from xkv_lmcache_autostart.output import write_patiently
 
 _POLL_S: Final = 0.05
 _KILL_S: Final = 5.0
@@ -78,6 +78,7 @@ def _run(pipe: int, grace_s: float, mark: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
+    processes.set_name("xkv-watchdog")
     pipe = _keep_only(pipe)
     groups = _read_groups(pipe)
     if groups:
@@ -107,7 +108,7 @@ def _read_groups(pipe: int) -> set[int]:
 
 
 def _end(groups: set[int], grace_s: float, mark: str) -> None:
-    print("xkv_lmcache_autostart: the launcher was killed; ending its children", file=sys.stderr, flush=True)
+    write_patiently(2, b"xkv_lmcache_autostart: the launcher was killed; ending its children\n", 0.1)
     # The leaders have the kernel's TERM; a second one would cut their clean-up short. The rest gets it
     # when they are gone.
     terminate = processes.once(lambda process: processes.send(process, signal.SIGTERM))
