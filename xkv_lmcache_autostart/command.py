@@ -20,6 +20,13 @@ PLUGIN_CLASS: Final = "XkvL2Connector"
 REGISTRATION_GRACE_S: Final = 7 * 24 * 3600
 """How long the server keeps waiting for an idle vLLM to register again."""
 
+HEARTBEAT_S: Final = 2
+"""Seconds between two looks of vLLM's workers whether the server lives.
+
+A restart must not fit between two looks (every 10 s by default): workers that miss it do not register
+with the new server, so that nothing is found and every store blocks vLLM for `mq_timeout`.
+"""
+
 CPU_BLOCK_SIZE: Final = 128
 """vLLM's block size on a CPU, in tokens, where the command does not set another."""
 
@@ -72,6 +79,7 @@ def kv_transfer_config(settings: Settings) -> dict[str, object]:
             "lmcache.mp.host": f"tcp://{settings.connect_host}",
             "lmcache.mp.port": settings.port,
             "lmcache.mp.mq_timeout": int(timeout) if timeout == int(timeout) else timeout,
+            "lmcache.mp.heartbeat_interval": HEARTBEAT_S,
         },
     }
 

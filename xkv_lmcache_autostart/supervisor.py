@@ -213,14 +213,7 @@ class Supervisor:
             return
         if self._ready_at is not None and time.monotonic() - self._ready_at > _SETTLED_S:
             self._failures = 0
-        version = machine.lmcache_version()
-        cost = (
-            "vLLM uses it again by itself"
-            if version is not None and version >= RECOVERS_SINCE
-            else "vLLM goes on, but WITHOUT CACHE HITS UNTIL vLLM ITSELF IS RESTARTED (LMCache before 0.5.6 "
-            "never looks up again)"
-        )
-        self._log.error(f"{what}; it is restarted, and {cost}")
+        self._log.error(f"{what}; it is restarted. {self._cost_of_outage()}")
         self._restart()
 
     def _restart(self) -> None:
@@ -235,11 +228,21 @@ class Supervisor:
                 if self._server is not None:
                     self._bury(self._server)
                 continue
-            self._log.warning("the LMCache server is back, with an empty L1")
+            self._log.warning(f"the LMCache server is back, with an empty L1. {self._cost_of_outage()}")
             return
         self._log.error(
             "the LMCache server is not restarted any more; the command goes on without a cache",
             failures=self._failures,
+        )
+
+    def _cost_of_outage(self) -> str:
+        """What vLLM loses when requests come while the server is away."""
+        version = machine.lmcache_version()
+        if version is not None and version >= RECOVERS_SINCE:
+            return "vLLM goes on and uses it again by itself"
+        return (
+            "vLLM goes on, but A REQUEST THAT MEETS THE OUTAGE ENDS ALL CACHE HITS UNTIL vLLM ITSELF IS "
+            "RESTARTED (LMCache before 0.5.6 never looks up again)"
         )
 
     def _bury(self, server: Child) -> None:
