@@ -1,0 +1,294 @@
+//! The control connection: frames of a length (u32, little-endian) and a JSON body. Unknown fields are ignored;
+//! 64-bit numbers travel as hexadecimal strings, since many JSON readers keep 53 bits.
+
+use std::io::{self, Read, Write};
+
+use serde::{Deserialize, Serialize};
+
+/// Version of the protocol that this code speaks.
+pub const VERSION: u32 = 1;
+/// Largest body, bytes.
+pub const MAX_FRAME: usize = 64 * 1024;
+
+/// Every message of the control connection.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum Message {
+    /// Client, first.
+    Hello(Hello),
+    /// Gateway's answer: the session is open once the shared memory was fetched.
+    Welcome(Welcome),
+    /// Gateway's answer: there will be no session. The connection ends.
+    Refused(Refusal),
+    /// Both, at least once per `heartbeat_ms`.
+    Heartbeat(Heartbeat),
+    /// Client, instead of hello or during a session: asks for the gateway's state.
+    Status(StatusRequest),
+    /// Gateway's answer.
+    State(serde_json::Value),
+    /// Either: the session ends.
+    Bye(Bye),
+}
+
+/// A client introduces itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// Version of the protocol.
+    pub version: u32,
+    /// For people: who this is.
+    pub client: String,
+    /// Shared secret, when the gateway wants one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub token: Option<String>,
+    /// Slots wanted.
+    pub slots: u32,
+    /// Fragment size the client insists on, bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fragment_bytes: Option<u32>,
+}
+
+/// A gateway accepts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Welcome {
+    /// Version of the protocol.
+    pub version: u32,
+    /// The store, hexadecimal UUID.
+    pub store: String,
+    /// Number of this run of the gateway: differs after a restart.
+    #[serde(with = "hex64")]
+    pub generation: u64,
+    /// Bytes of a fragment and of a slot.
+    pub fragment_bytes: u32,
+    /// Slots granted, at most what was wanted.
+    pub slots: u32,
+    /// Drives of the store.
+    pub drives: u32,
+    /// Name of the Unix socket in the shared folder that hands out the session's memory.
+    pub socket: String,
+    /// To be sent over that socket first (u64, little-endian).
+    #[serde(with = "hex64")]
+    pub ticket: u64,
+    /// Longest pause between two heartbeats, either way.
+    pub heartbeat_ms: u32,
+    /// One line about the store, for the client's log.
+    pub description: String,
+}
+
+/// Why there is no session.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refusal {
+    /// For programs.
+    pub code: RefusalCode,
+    /// For people, with the cure.
+    pub reason: String,
+}
+
+/// Reasons to refuse, for programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RefusalCode {
+    /// The versions differ.
+    Version,
+    /// The token is missing or wrong.
+    Token,
+    /// The store has another fragment size.
+    FragmentBytes,
+    /// Too many sessions or no memory for the ring.
+    Limit,
+    /// The gateway is closing.
+    Closing,
+    /// The message made no sense.
+    Malformed,
+    /// Any other, from a newer gateway.
+    #[serde(other)]
+    Other,
+}
+
+/// A sign of life.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Heartbeat {
+    /// Gateway: I/O operations completed so far. Client: 0.
+    #[serde(default, with = "hex64")]
+    pub io: u64,
+    /// Gateway: a flush is in progress.
+    #[serde(default)]
+    pub flushing: bool,
+}
+
+/// Asks for the gateway's state.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StatusRequest {
+    /// Version of the protocol.
+    pub version: u32,
+    /// Shared secret, when the gateway wants one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub token: Option<String>,
+}
+
+/// The end, with a reason for the other side's log.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Bye {
+    /// For people.
+    #[serde(default)]
+    pub reason: String,
+}
+
+mod hex64 {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&format_args!("{value:#x}"))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        let digits = text.strip_prefix("0x").ok_or_else(|| serde::de::Error::custom("not a 0x... number"))?;
+        u64::from_str_radix(digits, 16).map_err(serde::de::Error::custom)
+    }
+}
+
+/// Writes one frame.
+///
+/// # Errors
+/// The connection's, or a body larger than [`MAX_FRAME`].
+pub fn send(to: &mut impl Write, message: &Message) -> io::Result<()> {
+    let body = serde_json::to_vec(message)?;
+    if body.len() > MAX_FRAME {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("a frame of {} bytes", body.len())));
+    }
+    let mut frame = (body.len() as u32).to_le_bytes().to_vec();
+    frame.extend(body);
+    to.write_all(&frame)
+}
+
+/// Takes frames out of a stream of bytes that arrives in any pieces, also over time-outs.
+#[derive(Default)]
+pub struct Frames {
+    bytes: Vec<u8>,
+}
+
+impl Frames {
+    /// The next message; none when the connection timed out before it was whole.
+    ///
+    /// # Errors
+    /// The connection's; `UnexpectedEof` when it ended; `InvalidData` for a body that is too large or makes no sense.
+    pub fn next(&mut self, from: &mut impl Read) -> io::Result<Option<Message>> {
+        loop {
+            if let Some(message) = self.take()? {
+                return Ok(Some(message));
+            }
+            let mut piece = [0; 4096];
+            match from.read(&mut piece) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(len) => self.bytes.extend_from_slice(&piece[..len]),
+                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
+                    return Ok(None);
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn take(&mut self) -> io::Result<Option<Message>> {
+        let Some(head) = self.bytes.first_chunk() else { return Ok(None) };
+        let len = u32::from_le_bytes(*head) as usize;
+        if len > MAX_FRAME {
+            return Err(malformed(format!("a frame of {len} bytes; at most {MAX_FRAME} are allowed")));
+        }
+        let Some(body) = self.bytes.get(4..4 + len) else { return Ok(None) };
+        let message = serde_json::from_slice(body).map_err(|error| malformed(error.to_string()))?;
+        self.bytes.drain(..4 + len);
+        Ok(Some(message))
+    }
+}
+
+fn malformed(text: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn encoded(message: &Message) -> String {
+        let mut bytes = Vec::new();
+        send(&mut bytes, message).unwrap();
+        assert_eq!(bytes.len() - 4, u32::from_le_bytes(bytes[..4].try_into().unwrap()) as usize);
+        String::from_utf8(bytes[4..].to_vec()).unwrap()
+    }
+
+    #[test]
+    fn golden_frames() {
+        let hello = Message::Hello(Hello {
+            version: 1,
+            client: "lmcache-0".into(),
+            token: None,
+            slots: 1024,
+            fragment_bytes: Some(131_072),
+        });
+        assert_eq!(
+            encoded(&hello),
+            r#"{"type":"hello","version":1,"client":"lmcache-0","slots":1024,"fragment_bytes":131072}"#
+        );
+        let welcome = Message::Welcome(Welcome {
+            version: 1,
+            store: "00ff".into(),
+            generation: u64::MAX,
+            fragment_bytes: 131_072,
+            slots: 512,
+            drives: 2,
+            socket: "xkv-1.sock".into(),
+            ticket: 16,
+            heartbeat_ms: 500,
+            description: "d".into(),
+        });
+        assert_eq!(
+            encoded(&welcome),
+            r#"{"type":"welcome","version":1,"store":"00ff","generation":"0xffffffffffffffff","fragment_bytes":131072,"slots":512,"drives":2,"socket":"xkv-1.sock","ticket":"0x10","heartbeat_ms":500,"description":"d"}"#
+        );
+        let heartbeat = Message::Heartbeat(Heartbeat { io: 255, flushing: false });
+        assert_eq!(encoded(&heartbeat), r#"{"type":"heartbeat","io":"0xff","flushing":false}"#);
+        let refusal = Message::Refused(Refusal { code: RefusalCode::FragmentBytes, reason: "no".into() });
+        assert_eq!(encoded(&refusal), r#"{"type":"refused","code":"fragment_bytes","reason":"no"}"#);
+    }
+
+    #[test]
+    fn frames_arrive_in_any_pieces_and_unknown_fields_are_ignored() {
+        struct Pieces(Vec<u8>, usize);
+        impl Read for Pieces {
+            fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+                self.1 += 1;
+                if self.1 % 2 == 0 {
+                    return Err(io::ErrorKind::WouldBlock.into());
+                }
+                let len = self.0.len().min(3).min(buf.len());
+                buf[..len].copy_from_slice(&self.0[..len]);
+                self.0.drain(..len);
+                Ok(len)
+            }
+        }
+        let mut bytes = Vec::new();
+        for body in [r#"{"type":"heartbeat","io":"0x7","new_field":[1]}"#, r#"{"type":"bye"}"#] {
+            bytes.extend((body.len() as u32).to_le_bytes());
+            bytes.extend(body.as_bytes());
+        }
+        let (mut frames, mut from, mut found) = (Frames::default(), Pieces(bytes, 0), Vec::new());
+        let end = loop {
+            match frames.next(&mut from) {
+                Ok(message) => found.extend(message),
+                Err(error) => break error.kind(),
+            }
+        };
+        assert_eq!(end, io::ErrorKind::UnexpectedEof);
+        assert_eq!(found, [Message::Heartbeat(Heartbeat { io: 7, flushing: false }), Message::Bye(Bye::default())]);
+    }
+
+    #[test]
+    fn hostile_frames_are_refused_before_memory_is_taken() {
+        for bytes in [&u32::MAX.to_le_bytes()[..], b"\x05\0\0\0hello", b"\x02\0\0\0{}", b"\x0e\0\0\0{\"type\":\"bye\"\xff"] {
+            let error = Frames::default().next(&mut &bytes[..]).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{bytes:?}");
+        }
+    }
+}

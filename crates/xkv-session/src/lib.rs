@@ -1,0 +1,19 @@
+//! The session between a client and a gateway: control frames over TCP, data in a shared-memory ring. Both halves.
+//! `docs/protocol.md` describes everything that crosses the border, byte by byte.
+#![deny(unsafe_code)]
+
+#[cfg(not(loom))]
+pub mod client;
+#[cfg(not(loom))]
+pub mod control;
+#[cfg(not(loom))]
+pub mod entry;
+#[cfg(not(loom))]
+#[allow(unsafe_code)]
+pub mod memory;
+#[cfg(not(loom))]
+pub mod pass;
+pub mod queue;
+#[cfg(not(loom))]
+pub mod server;
+mod words;

@@ -1,0 +1,153 @@
+//! Handing the session's memory over: a Unix socket of a random name in the shared folder, used once.
+
+use std::io::{self, IoSlice, IoSliceMut, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
+
+/// How the names of these sockets begin and end.
+pub const PREFIX: &str = "xkv-";
+const SUFFIX: &str = ".sock";
+
+/// The gateway's end; the name is gone when this is dropped.
+pub struct Handover {
+    listener: UnixListener,
+    path: PathBuf,
+}
+
+impl Handover {
+    /// Listens on a new socket `xkv-<store>-<random>.sock` in `folder`.
+    ///
+    /// # Errors
+    /// The folder is missing or not writable; the text names it.
+    pub fn listen(folder: &Path, store: &str, random: u64, mode: u32) -> io::Result<Self> {
+        let path = folder.join(format!("{PREFIX}{store}-{random:016x}{SUFFIX}"));
+        let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+        let listener = UnixListener::bind(&path).map_err(named)?;
+        let handover = Self { listener, path: path.clone() };
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).map_err(named)?;
+        handover.listener.set_nonblocking(true)?;
+        Ok(handover)
+    }
+
+    /// Name of the socket in its folder.
+    pub fn name(&self) -> String {
+        self.path.file_name().expect("made with a name").to_string_lossy().into_owned()
+    }
+
+    /// The whole path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Gives `fd` to the first that connects and shows the ticket.
+    ///
+    /// # Errors
+    /// `TimedOut` when nobody does within `patience`.
+    pub fn give(&self, fd: impl AsFd, ticket: u64, patience: Duration) -> io::Result<()> {
+        let deadline = Instant::now() + patience;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::Error::new(io::ErrorKind::TimedOut, "the client did not fetch the session's memory"));
+            }
+            wait_readable(&self.listener, left)?;
+            let mut stream = match self.listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+                Err(error) => return Err(error),
+            };
+            stream.set_nonblocking(false)?;
+            stream.set_read_timeout(Some(left.min(Duration::from_secs(1))))?;
+            let mut shown = [0; 8];
+            if stream.read_exact(&mut shown).is_err() || u64::from_le_bytes(shown) != ticket {
+                continue;
+            }
+            return send_fd(&stream, fd);
+        }
+    }
+}
+
+impl Drop for Handover {
+    fn drop(&mut self) {
+        _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Removes sockets that an earlier gateway of this store left behind.
+pub fn clean(folder: &Path, store: &str) {
+    let ours = format!("{PREFIX}{store}-");
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with(&ours) && name.ends_with(SUFFIX) {
+            _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// The client's end: fetches the memory that `socket` in `folder` hands out.
+///
+/// # Errors
+/// The socket cannot be reached (the text says what that means), or hands out nothing.
+pub fn fetch(folder: &Path, socket: &str, ticket: u64, patience: Duration) -> io::Result<OwnedFd> {
+    if socket.contains('/') || !socket.starts_with(PREFIX) {
+        let text = format!("the gateway named the socket {socket:?}, which is not one of ours");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+    }
+    let path = folder.join(socket);
+    let mut stream = UnixStream::connect(&path).map_err(|error| {
+        let text = format!(
+            "{}: {error}; the gateway is on another host, or the shared folder (shm_dir) is not the same folder on both \
+             sides: share the host's /dev/shm (ipc: host) or mount one folder into both",
+            path.display()
+        );
+        io::Error::new(error.kind(), text)
+    })?;
+    stream.set_read_timeout(Some(patience))?;
+    stream.set_write_timeout(Some(patience))?;
+    io::Write::write_all(&mut stream, &ticket.to_le_bytes())?;
+    receive_fd(&stream)
+}
+
+fn wait_readable(fd: impl AsFd, patience: Duration) -> io::Result<()> {
+    let timeout = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: i64::from(patience.subsec_nanos()) };
+    match poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn send_fd(stream: &UnixStream, fd: impl AsFd) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [fd.as_fd()];
+    if !control.push(SendAncillaryMessage::ScmRights(&fds)) {
+        return Err(io::Error::other("no room for a descriptor"));
+    }
+    rustix::net::sendmsg(stream, &[IoSlice::new(&[1])], &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+fn receive_fd(stream: &UnixStream) -> io::Result<OwnedFd> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    rustix::net::recvmsg(stream, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(mut fds) = message
+            && let Some(fd) = fds.next()
+        {
+            return Ok(fd);
+        }
+    }
+    Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the gateway handed out no memory"))
+}
