@@ -35,6 +35,12 @@ const CLOSE_PATIENCE: [Duration; 3] = [
     Duration::from_millis(500),
 ];
 
+/// Why nothing is taken any more.
+pub(crate) const CLOSED: &str = "the connector is closed";
+
+/// Why a store is dropped.
+pub(crate) const BACKLOG: &str = "more stores wait than max_pending_store_mb allows";
+
 /// What the connector's threads share.
 pub(crate) struct Shared {
     pub config: Config,
@@ -237,25 +243,19 @@ impl Connector {
         }
         let open = self.open.read();
         if !*open || keys.is_empty() {
-            let error = if *open { "" } else { "the connector is closed" };
+            let error = if *open { "" } else { CLOSED };
             return self.refuse(Operation::Get, keys.len(), buffers, owner, error);
         }
         let id = self.submitted(Operation::Get, keys.len());
-        let accepted = keys.len();
-        let buffers = buffers
-            .into_iter()
-            .map(|buffer| buffer.map(Arc::new))
-            .collect();
-        let submission = Submission {
+        let _ = self.inbox.send(Message::Get(Submission {
             id,
             submitted: Instant::now(),
+            accepted: keys.len(),
             keys,
-            buffers,
+            buffers: shareable(buffers),
             owner: Some(owner),
             bytes: 0,
-            accepted,
-        };
-        let _ = self.inbox.send(Message::Get(submission));
+        }));
         id
     }
 
@@ -266,56 +266,43 @@ impl Connector {
         buffers: Vec<Option<L1Buffer>>,
         owner: Owner,
     ) -> u64 {
-        let refuse = |outcome: Outcome, buffers: Vec<Option<L1Buffer>>, owner, error: String| {
-            self.shared.stats.stored(outcome, keys.len() as u64, 0);
-            self.refuse(Operation::Set, keys.len(), buffers, owner, &error)
+        let count = keys.len();
+        let refuse = |poisoned: usize, outcome: Outcome, buffers, owner, error: &str| {
+            let stats = &self.shared.stats;
+            stats.stored(Outcome::Poisoned, poisoned as u64, 0);
+            stats.stored(outcome, (count - poisoned) as u64, 0);
+            self.refuse(Operation::Set, count, buffers, owner, error)
         };
-        if keys.len() != buffers.len() {
-            let error = format!("{} keys but {} buffers", keys.len(), buffers.len());
-            return refuse(Outcome::Failed, buffers, owner, error);
+        if count != buffers.len() {
+            let error = format!("{count} keys but {} buffers", buffers.len());
+            return refuse(0, Outcome::Failed, buffers, owner, &error);
         }
         let open = self.open.read();
         if !*open || keys.is_empty() {
-            let error = if *open { "" } else { "the connector is closed" };
-            return refuse(Outcome::Failed, buffers, owner, error.into());
+            let error = if *open { "" } else { CLOSED };
+            return refuse(0, Outcome::Failed, buffers, owner, error);
         }
-        // At once, since LMCache answers lookups from the unfilled buffer for as long as its store is pending.
-        if buffers
-            .iter()
-            .flatten()
-            .any(|buffer| buffer.carries(&self.shared.stamp))
-        {
-            return refuse(
-                Outcome::Poisoned,
-                buffers,
-                owner,
-                "a buffer carries the stamp of a failed load".into(),
-            );
+        // The whole set and at once: LMCache answers lookups from an unfilled buffer for as long as its store is pending.
+        let carries = |buffer: &&L1Buffer| buffer.carries(&self.shared.stamp);
+        let poisoned = buffers.iter().flatten().filter(carries).count();
+        if poisoned > 0 {
+            let error = format!("{poisoned} of {count} buffers carry the stamp of a failed load");
+            return refuse(poisoned, Outcome::Failed, buffers, owner, &error);
         }
         let (accepted, bytes) = self.accept(&buffers);
         if accepted == 0 {
-            return refuse(
-                Outcome::Dropped,
-                buffers,
-                owner,
-                "more stores wait than max_pending_store_mb allows".into(),
-            );
+            return refuse(0, Outcome::Dropped, buffers, owner, BACKLOG);
         }
-        let id = self.submitted(Operation::Set, keys.len());
-        let buffers = buffers
-            .into_iter()
-            .map(|buffer| buffer.map(Arc::new))
-            .collect();
-        let submission = Submission {
+        let id = self.submitted(Operation::Set, count);
+        let _ = self.inbox.send(Message::Set(Submission {
             id,
             submitted: Instant::now(),
             keys,
-            buffers,
+            buffers: shareable(buffers),
             owner: Some(owner),
             bytes,
             accepted,
-        };
-        let _ = self.inbox.send(Message::Set(submission));
+        }));
         id
     }
 
@@ -347,7 +334,7 @@ impl Connector {
         let shared = &self.shared;
         let open = self.open.read();
         if !*open || keys.is_empty() {
-            let error = if *open { "" } else { "the connector is closed" };
+            let error = if *open { "" } else { CLOSED };
             return self.refuse(
                 Operation::Exists,
                 keys.len(),
@@ -395,7 +382,7 @@ impl Connector {
     pub fn submit_delete(&self, keys: Vec<Vec<u8>>) -> u64 {
         let open = self.open.read();
         if !*open || keys.is_empty() {
-            let error = if *open { "" } else { "the connector is closed" };
+            let error = if *open { "" } else { CLOSED };
             return self.refuse(
                 Operation::Delete,
                 keys.len(),
@@ -502,6 +489,11 @@ impl Drop for Connector {
     fn drop(&mut self) {
         drop(self.close());
     }
+}
+
+fn shareable(buffers: Vec<Option<L1Buffer>>) -> Vec<Option<Arc<L1Buffer>>> {
+    let share = |buffer: Option<L1Buffer>| buffer.map(Arc::new);
+    buffers.into_iter().map(share).collect()
 }
 
 /// Whether the store would take a key of that length.

@@ -218,4 +218,34 @@ mod tests {
             assert_eq!((back, summer.finish()), (memory, want));
         }
     }
+
+    #[test]
+    fn what_is_too_old_is_not_gathered() {
+        let mut memory = vec![7u8; 4096];
+        let address = NonNull::new(memory.as_mut_ptr()).unwrap();
+        let place = Place {
+            // SAFETY: `memory` outlives the buffer.
+            buffer: Arc::new(unsafe { L1Buffer::new(address, memory.len()) }),
+            offset: 0,
+            len: memory.len(),
+            digest: Digest([3; 32]),
+        };
+        let piece = Piece {
+            class: crate::task::Class::Store,
+            ticket: 1,
+            index: 0,
+            drive: 0,
+        };
+        let pool = xkv_store::SlotPool::new(1, 4096).unwrap();
+        let outcome = |deadline| match gathered(piece, &place, pool.try_take().unwrap(), deadline) {
+            Message::Gathered { outcome, .. } => outcome,
+            _ => unreachable!(),
+        };
+        let now = Instant::now();
+        assert!(matches!(outcome(now), Gathering::TooOld));
+        let hour = std::time::Duration::from_secs(3600);
+        assert!(matches!(outcome(now + hour), Gathering::Done(..)));
+        place.buffer.close();
+        assert!(matches!(outcome(now + hour), Gathering::Closed));
+    }
 }

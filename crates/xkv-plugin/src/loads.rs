@@ -211,11 +211,9 @@ impl Reactor {
             return;
         };
         load.buffer.close();
-        if self.answer(load.batch, load.index, true, String::new) {
-            self.shared
-                .stats
-                .hit(Operation::Get, 1, load.buffer.len() as u64);
-        }
+        let bytes = load.buffer.len() as u64;
+        self.shared.stats.hit(Operation::Get, 1, bytes);
+        self.answer(load.batch, load.index, true, String::new);
     }
 
     /// Answers a key as missed. Its buffer is stamped first, so that it is known when it comes back as a store; not when
@@ -230,10 +228,12 @@ impl Reactor {
             load.buffer.fail(&self.shared.stamp);
         }
         self.shared.stats.missed(miss, 1);
-        let text = format!("load of {}: {}", show(&load.key), why());
-        if miss != Miss::Absent && miss != Miss::Refused {
-            self.shared.log.failed(miss.plural(), 1, || text.clone());
+        if miss == Miss::Absent {
+            // Nothing to tell: an object may be evicted between its lookup and its load.
+            return self.answer(load.batch, load.index, false, why);
         }
+        let text = format!("load of {}: {}", show(&load.key), why());
+        self.shared.log.failed(miss.plural(), 1, || text.clone());
         self.answer(load.batch, load.index, false, || text);
     }
 }

@@ -15,7 +15,7 @@ use tracing::Level;
 use xkv_store::{Digest, ObjectKey, Result};
 
 use crate::backend::{DriveSet, drive_set};
-use crate::connector::Shared;
+use crate::connector::{CLOSED, Shared};
 use crate::copy::CopyJob;
 use crate::stats::{Miss, Outcome};
 use crate::task::{Batch, Class, Completion, LoadKey, Message, Operation, Question, StoreKey};
@@ -193,19 +193,26 @@ impl Reactor {
         self.batches.insert(id, batch);
     }
 
-    /// Answers a key of an operation, and the operation with its last key. False when the key has been answered.
+    /// Whether a key of an operation has no answer yet.
+    pub(crate) fn is_open(&self, id: u64, index: usize) -> bool {
+        let batch = self.batches.get(&id);
+        batch.is_some_and(|batch| batch.answers[index].is_none())
+    }
+
+    /// Answers an open key of an operation, and the operation with its last key. Count first: whoever drains the answer
+    /// must see it counted.
     pub(crate) fn answer(
         &mut self,
         id: u64,
         index: usize,
         ok: bool,
         error: impl FnOnce() -> String,
-    ) -> bool {
+    ) {
         let Some(batch) = self.batches.get_mut(&id) else {
-            return false;
+            return;
         };
         if batch.answers[index].is_some() {
-            return false;
+            return;
         }
         batch.answers[index] = Some(ok);
         batch.open -= 1;
@@ -230,7 +237,6 @@ impl Reactor {
                 batch.owner,
             ));
         }
-        true
     }
 
     fn wake_at(&self) -> Option<Instant> {
@@ -266,7 +272,7 @@ impl Reactor {
             (Miss::Deadline, Outcome::TooOld)
         };
         let why = if closing {
-            "the connector is closed"
+            CLOSED
         } else {
             "no answer before its deadline"
         };
@@ -276,12 +282,12 @@ impl Reactor {
                 Operation::Set if ticket != 0 => self.settle(ticket, outcome, || why.into()),
                 Operation::Set => self.account_store(id, index, outcome, 0, || why.into()),
                 Operation::Exists | Operation::Delete => {
-                    let failed = self.answer(id, index, false, || why.into());
-                    if failed && !closing {
+                    if !closing {
                         self.shared.log.failed(operation.name(), 1, || {
                             format!("{}: {why}", operation.name())
                         });
                     }
+                    self.answer(id, index, false, || why.into());
                 }
             }
         }
@@ -367,9 +373,10 @@ impl Reactor {
     fn found(&mut self, id: u64, places: &[Option<DriveSet>]) {
         for (index, place) in places.iter().enumerate() {
             let found = self.shared.reachable(*place);
-            if self.answer(id, index, found, String::new) && found {
+            if found && self.is_open(id, index) {
                 self.shared.stats.hit(Operation::Exists, 1, 0);
             }
+            self.answer(id, index, found, String::new);
         }
     }
 
@@ -392,9 +399,10 @@ impl Reactor {
         match result {
             // Gone is gone: LMCache ends its bookkeeping of keys that were answered with true.
             Ok(_) => {
-                if self.answer(id, index, true, String::new) {
+                if self.is_open(id, index) {
                     self.shared.stats.hit(Operation::Delete, 1, 0);
                 }
+                self.answer(id, index, true, String::new);
             }
             Err(error) => {
                 self.shared

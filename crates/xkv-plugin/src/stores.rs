@@ -3,7 +3,7 @@
 use xkv_store::{ErrorKind, FragmentSums, ObjectKey, Result, SlotBuf};
 
 use crate::backend::{Begun, Transaction, drive_set};
-use crate::connector::key_fits;
+use crate::connector::{BACKLOG, key_fits};
 use crate::copy::{CopyJob, Place};
 use crate::reactor::{Reactor, show};
 use crate::stats::Outcome;
@@ -41,8 +41,7 @@ impl Reactor {
         );
         for (index, (bytes, buffer)) in keys.iter().zip(buffers).enumerate() {
             if index >= accepted {
-                let why = "more stores wait than max_pending_store_mb allows";
-                self.account_store(id, index, Outcome::Dropped, 0, || why.into());
+                self.account_store(id, index, Outcome::Dropped, 0, || BACKLOG.into());
                 continue;
             }
             let Some(buffer) = buffer.filter(|buffer| !buffer.is_empty()) else {
@@ -300,16 +299,15 @@ impl Reactor {
         bytes: u64,
         why: impl FnOnce() -> String,
     ) {
-        let shared = self.shared.clone();
-        let mut text = String::new();
-        if !outcome.ok() {
-            text = why();
+        if !self.is_open(id, index) {
+            return;
         }
-        if self.answer(id, index, outcome.ok(), || text.clone()) {
-            shared.stats.stored(outcome, 1, bytes);
-            if !outcome.ok() {
-                shared.log.failed(outcome.name(), 1, || text);
-            }
+        self.shared.stats.stored(outcome, 1, bytes);
+        if outcome.ok() {
+            return self.answer(id, index, true, String::new);
         }
+        let text = why();
+        self.shared.log.failed(outcome.name(), 1, || text.clone());
+        self.answer(id, index, false, || text);
     }
 }
