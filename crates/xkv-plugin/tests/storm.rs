@@ -140,8 +140,11 @@ fn storm(seed: u64) {
     // Calm again: slots, backlog and space are all back, and every object can be stored and loaded.
     let calm = Instant::now();
     loop {
-        let queue = &client.connector.stats()["queue"];
-        if queue["slots_free"] == 24 && queue["loads"] == 0 && queue["stores"] == 0 {
+        let stats = client.connector.stats();
+        let queue = &stats["queue"];
+        let drives = stats["store"]["drives"].as_array().unwrap();
+        let answering = drives.iter().all(|drive| drive["stalled"] == false);
+        if answering && queue["slots_free"] == 24 && queue["loads"] == 0 && queue["stores"] == 0 {
             assert_eq!(queue["pending_store_bytes"], 0);
             break;
         }
