@@ -259,7 +259,7 @@ mod tests {
         impl Read for Pieces {
             fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
                 self.1 += 1;
-                if self.1 % 2 == 0 {
+                if self.1.is_multiple_of(2) {
                     return Err(io::ErrorKind::WouldBlock.into());
                 }
                 let len = self.0.len().min(3).min(buf.len());
@@ -281,12 +281,20 @@ mod tests {
             }
         };
         assert_eq!(end, io::ErrorKind::UnexpectedEof);
-        assert_eq!(found, [Message::Heartbeat(Heartbeat { io: 7, flushing: false }), Message::Bye(Bye::default())]);
+        assert_eq!(
+            found,
+            [Message::Heartbeat(Heartbeat { io: 7, flushing: false }), Message::Bye(Bye::default())]
+        );
     }
 
     #[test]
     fn hostile_frames_are_refused_before_memory_is_taken() {
-        for bytes in [&u32::MAX.to_le_bytes()[..], b"\x05\0\0\0hello", b"\x02\0\0\0{}", b"\x0e\0\0\0{\"type\":\"bye\"\xff"] {
+        for bytes in [
+            &u32::MAX.to_le_bytes()[..],
+            b"\x05\0\0\0hello",
+            b"\x02\0\0\0{}",
+            b"\x0e\0\0\0{\"type\":\"bye\"\xff",
+        ] {
             let error = Frames::default().next(&mut &bytes[..]).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{bytes:?}");
         }

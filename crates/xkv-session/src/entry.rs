@@ -196,8 +196,14 @@ mod tests {
     #[test]
     fn golden_entries() {
         let sums = FragmentSums { full: 0x0403_0201, sample: 0x0807_0605 };
-        let request =
-            Request { number: 0x1122_3344_5566_7788, operation: Operation::Write, slot: 7, handle: 9, argument: 3, sums };
+        let request = Request {
+            number: 0x1122_3344_5566_7788,
+            operation: Operation::Write,
+            slot: 7,
+            handle: 9,
+            argument: 3,
+            sums,
+        };
         let bytes: Vec<u8> = request.encode().iter().flat_map(|word| word.to_le_bytes()).collect();
         let expected = [
             &[0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11][..],
@@ -218,7 +224,13 @@ mod tests {
             sums: FragmentSums::default(),
         };
         let bytes: Vec<u8> = reply.encode().iter().flat_map(|word| word.to_le_bytes()).collect();
-        let expected = [&[1, 0, 0, 0, 0, 0, 0, 0][..], &[3, 7, 0, 0, 0xff, 0xff, 0xff, 0xff], &[0; 8], &[5, 0, 0, 0], &[0; 36]];
+        let expected = [
+            &[1, 0, 0, 0, 0, 0, 0, 0][..],
+            &[3, 7, 0, 0, 0xff, 0xff, 0xff, 0xff],
+            &[0; 8],
+            &[5, 0, 0, 0],
+            &[0; 36],
+        ];
         assert_eq!(bytes, expected.concat());
     }
 

@@ -117,7 +117,9 @@ impl RingMemory {
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let memory = Self::map(&fd, geometry, generation)?;
         memory.put(0, &MAGIC);
-        for (offset, value) in [(8, LAYOUT), (12, geometry.slots), (16, geometry.slot_bytes), (20, geometry.entries)] {
+        for (offset, value) in
+            [(8, LAYOUT), (12, geometry.slots), (16, geometry.slot_bytes), (20, geometry.entries)]
+        {
             memory.put(offset, &value.to_le_bytes());
         }
         memory.put(24, &generation.to_le_bytes());
@@ -129,7 +131,8 @@ impl RingMemory {
     /// # Errors
     /// `InvalidData` when it is not what it must be.
     pub fn attach(fd: impl AsFd, expected: Geometry, generation: u64) -> io::Result<Arc<Self>> {
-        let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("the session's memory: {what}"));
+        let wrong =
+            |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("the session's memory: {what}"));
         if !expected.valid() {
             return Err(wrong("impossible sizes"));
         }
@@ -167,7 +170,11 @@ impl RingMemory {
         unsafe {
             _ = rustix::mm::madvise(base, bytes, Advice::LinuxDontFork);
         }
-        Ok(Self { base: NonNull::new(base.cast()).expect("mmap never returns null here"), geometry, generation })
+        Ok(Self {
+            base: NonNull::new(base.cast()).expect("mmap never returns null here"),
+            geometry,
+            generation,
+        })
     }
 
     /// Sizes.
@@ -309,7 +316,9 @@ impl SlotTable {
         // SAFETY: the slot is inside the mapping that `self.memory` keeps; the flag gives it to one holder in this
         // process at a time. The client may write to it all the same: whatever is read from it is copied, then
         // checked.
-        Some(unsafe { SlotBuf::new(self.clone(), self.memory.slot(slot), self.memory.geometry.slot_bytes as usize, slot) })
+        Some(unsafe {
+            SlotBuf::new(self.clone(), self.memory.slot(slot), self.memory.geometry.slot_bytes as usize, slot)
+        })
     }
 
     /// Slots in use.

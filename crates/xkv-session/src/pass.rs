@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
 };
 
 /// How the names of these sockets begin and end.
@@ -57,7 +58,10 @@ impl Handover {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(io::Error::new(io::ErrorKind::TimedOut, "the client did not fetch the session's memory"));
+                return Err(io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    "the client did not fetch the session's memory",
+                ));
             }
             wait_readable(&self.listener, left)?;
             let mut stream = match self.listener.accept() {

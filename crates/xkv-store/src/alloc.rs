@@ -24,36 +24,18 @@ struct State {
 
 impl Allocator {
     /// All slots free but those that `used` holds for (by slot number). `on_release` is called after slots came back.
-    pub fn new(
-        slots: &[u64],
-        used: impl Fn(u32) -> bool,
-        on_release: Box<dyn Fn() + Send + Sync>,
-    ) -> Self {
+    pub fn new(slots: &[u64], used: impl Fn(u32) -> bool, on_release: Box<dyn Fn() + Send + Sync>) -> Self {
         let mut bases = vec![0];
         let mut free = Vec::new();
         for &count in slots {
             let base = *bases.last().expect("never empty");
             let end = base + count as u32;
-            free.push(
-                (base..end)
-                    .rev()
-                    .filter(|&slot| !used(slot))
-                    .collect::<Vec<_>>(),
-            );
+            free.push((base..end).rev().filter(|&slot| !used(slot)).collect::<Vec<_>>());
             bases.push(end);
         }
         let total = free.iter().map(Vec::len).sum();
-        let state = Mutex::new(State {
-            free,
-            total,
-            start: 0,
-        });
-        Self {
-            bases,
-            state,
-            manifest_bytes: AtomicU64::new(0),
-            on_release,
-        }
+        let state = Mutex::new(State { free, total, start: 0 });
+        Self { bases, state, manifest_bytes: AtomicU64::new(0), on_release }
     }
 
     /// Slots in all.
@@ -89,12 +71,8 @@ impl Allocator {
         state.start = (start + 1) % drives;
         let numbers = (start..start + count)
             .map(|i| {
-                let drive = (0..drives)
-                    .map(|step| (i + step) % drives)
-                    .find(|&d| !state.free[d].is_empty());
-                state.free[drive.expect("a drive has a free slot")]
-                    .pop()
-                    .expect("this one has")
+                let drive = (0..drives).map(|step| (i + step) % drives).find(|&d| !state.free[d].is_empty());
+                state.free[drive.expect("a drive has a free slot")].pop().expect("this one has")
             })
             .collect();
         state.total -= count;
@@ -104,13 +82,8 @@ impl Allocator {
 
     /// Takes over slots that were never free (recovery).
     pub fn adopt(self: &Arc<Self>, numbers: Box<[u32]>, manifest_bytes: u64) -> Slots {
-        self.manifest_bytes
-            .fetch_add(manifest_bytes, Ordering::Relaxed);
-        Slots {
-            numbers,
-            manifest_bytes,
-            allocator: self.clone(),
-        }
+        self.manifest_bytes.fetch_add(manifest_bytes, Ordering::Relaxed);
+        Slots { numbers, manifest_bytes, allocator: self.clone() }
     }
 }
 
@@ -142,9 +115,7 @@ impl Drop for Slots {
         }
         state.total += self.numbers.len();
         drop(state);
-        self.allocator
-            .manifest_bytes
-            .fetch_sub(self.manifest_bytes, Ordering::Relaxed);
+        self.allocator.manifest_bytes.fetch_sub(self.manifest_bytes, Ordering::Relaxed);
         (self.allocator.on_release)();
     }
 }
@@ -157,11 +128,7 @@ mod tests {
     fn objects_are_striped_and_small_drives_do_not_end_the_space() {
         let allocator = Arc::new(Allocator::new(&[8, 2], |_| false, Box::new(|| ())));
         let object = allocator.reserve(4, 10).unwrap();
-        let drives: Vec<usize> = object
-            .numbers()
-            .iter()
-            .map(|&s| allocator.place(s).0)
-            .collect();
+        let drives: Vec<usize> = object.numbers().iter().map(|&s| allocator.place(s).0).collect();
         assert_eq!(drives, [0, 1, 0, 1]);
         let rest = allocator.reserve(6, 1).unwrap();
         assert!(rest.numbers().iter().all(|&s| allocator.place(s).0 == 0));
@@ -173,11 +140,7 @@ mod tests {
 
     #[test]
     fn every_slot_is_handed_out_once() {
-        let allocator = Arc::new(Allocator::new(
-            &[5, 7, 3],
-            |slot| slot == 6,
-            Box::new(|| ()),
-        ));
+        let allocator = Arc::new(Allocator::new(&[5, 7, 3], |slot| slot == 6, Box::new(|| ())));
         let held: Vec<Slots> = (0..7).map(|_| allocator.reserve(2, 0).unwrap()).collect();
         let mut seen: Vec<u32> = held.iter().flat_map(|s| s.numbers().to_vec()).collect();
         seen.sort_unstable();

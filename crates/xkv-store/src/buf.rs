@@ -38,12 +38,7 @@ impl SlotBuf {
     /// The bytes must be mapped and initialised for as long as `home` lives, and nothing else in this process may
     /// reach them until `home` got the slot back.
     pub unsafe fn new(home: Arc<dyn SlotHome>, start: NonNull<u8>, len: usize, slot: u32) -> Self {
-        Self {
-            home,
-            start,
-            len,
-            slot,
-        }
+        Self { home, start, len, slot }
     }
 
     /// The slot's number.
@@ -105,10 +100,7 @@ impl Mapping {
         unsafe {
             libc::madvise(base, bytes, libc::MADV_DONTFORK);
         }
-        Ok(Self {
-            base: NonNull::new(base.cast()).expect("mmap never returns null here"),
-            bytes,
-        })
+        Ok(Self { base: NonNull::new(base.cast()).expect("mmap never returns null here"), bytes })
     }
 }
 
@@ -140,9 +132,7 @@ unsafe impl Sync for Free {}
 
 impl SlotHome for Free {
     fn give_back(&self, slot: u32) {
-        self.sender
-            .try_send(slot)
-            .expect("the channel holds every slot");
+        self.sender.try_send(slot).expect("the channel holds every slot");
     }
 }
 
@@ -159,9 +149,8 @@ impl SlotPool {
     pub fn new(slots: usize, slot_bytes: usize) -> Result<Self> {
         let bytes = slots * slot_bytes;
         let mapping = Mapping::new(bytes).map_err(|error| {
-            let text = format!(
-                "{slots} slots of {slot_bytes} bytes: cannot map {bytes} bytes; lower batch_slots"
-            );
+            let text =
+                format!("{slots} slots of {slot_bytes} bytes: cannot map {bytes} bytes; lower batch_slots");
             Error::io(text, error)
         })?;
         let base = mapping.base;
@@ -186,23 +175,13 @@ impl SlotPool {
             sender.try_send(slot).expect("the channel holds every slot");
         }
         let low_water = AtomicUsize::new(slots);
-        Self(Arc::new(Free {
-            sender,
-            receiver,
-            low_water,
-            slots,
-            slot_bytes,
-            base,
-            _memory: memory,
-        }))
+        Self(Arc::new(Free { sender, receiver, low_water, slots, slot_bytes, base, _memory: memory }))
     }
 
     /// A free slot, or none at once.
     pub fn try_take(&self) -> Option<SlotBuf> {
         let slot = self.0.receiver.try_recv().ok()?;
-        self.0
-            .low_water
-            .fetch_min(self.0.receiver.len(), Ordering::Relaxed);
+        self.0.low_water.fetch_min(self.0.receiver.len(), Ordering::Relaxed);
         // SAFETY: `slot` is below the pool's count, so the offset stays inside the memory, which `self.0` keeps; the
         // number came out of the channel and goes back when the `SlotBuf` drops.
         unsafe {

@@ -22,9 +22,7 @@ pub(crate) fn get_u64(bytes: &[u8], offset: usize) -> u64 {
 
 /// The `N` bytes at `offset`.
 pub(crate) fn array<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {
-    bytes[offset..offset + N]
-        .try_into()
-        .expect("the slice has N bytes")
+    bytes[offset..offset + N].try_into().expect("the slice has N bytes")
 }
 
 /// CRC-32C of `parts`, one after the other.

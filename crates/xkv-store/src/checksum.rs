@@ -45,21 +45,12 @@ impl Summer {
         start.update(&digest.0);
         start.update(&index.to_le_bytes());
         start.update(&len.to_le_bytes());
-        Self {
-            full: start,
-            sample: start,
-            coverage,
-            position: 0,
-        }
+        Self { full: start, sample: start, coverage, position: 0 }
     }
 
     /// Takes the next piece. Every piece but the last must be a multiple of 4 KiB long.
     pub fn update(&mut self, piece: &[u8]) {
-        debug_assert_eq!(
-            self.position % SAMPLE_STRIDE,
-            0,
-            "a short piece must be the last"
-        );
+        debug_assert_eq!(self.position % SAMPLE_STRIDE, 0, "a short piece must be the last");
         self.position += piece.len();
         if matches!(self.coverage, Coverage::Both | Coverage::Full) {
             self.full.update(piece);
@@ -73,10 +64,7 @@ impl Summer {
 
     /// The sums of all pieces so far.
     pub fn finish(self) -> FragmentSums {
-        FragmentSums {
-            full: self.full.finalize() as u32,
-            sample: self.sample.finalize() as u32,
-        }
+        FragmentSums { full: self.full.finalize() as u32, sample: self.sample.finalize() as u32 }
     }
 }
 
@@ -103,11 +91,7 @@ mod tests {
             flipped[at] ^= 0x10;
             assert_ne!(sums.full, fragment_sums(&a, 3, &flipped).full, "byte {at}");
             let sampled = at % SAMPLE_STRIDE < SAMPLE_BYTES;
-            assert_eq!(
-                sums.sample != fragment_sums(&a, 3, &flipped).sample,
-                sampled,
-                "byte {at}"
-            );
+            assert_eq!(sums.sample != fragment_sums(&a, 3, &flipped).sample, sampled, "byte {at}");
         }
     }
 
@@ -121,9 +105,6 @@ mod tests {
         }
         assert_eq!(summer.finish(), fragment_sums(&digest, 0, &data));
         // Check value of CRC-32C ("123456789"), RFC 3720 appendix B.4.
-        assert_eq!(
-            crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, b"123456789"),
-            0xE306_9283
-        );
+        assert_eq!(crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, b"123456789"), 0xE306_9283);
     }
 }

@@ -9,18 +9,22 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, Result};
 use crate::index::Entry;
+use crate::inner::Inner;
 use crate::key::Digest;
 use crate::log::Log;
 use crate::record;
 use crate::set;
-use crate::store::{Done, Inner, TxnInner};
+use crate::txn::TxnInner;
 
 /// How often uses are written to the log when nothing else is, and how often a failed log is tried again.
 const TICK: Duration = Duration::from_secs(5);
 /// Uses remembered for the log at most; more are forgotten, which only blurs the order of eviction after a restart.
 pub(crate) const MAX_TOUCHED: usize = 65_536;
+
+/// Takes the outcome of a commit or removal, on the store's committer thread. Must not block.
+pub type Done<T> = Box<dyn FnOnce(Result<T>) + Send>;
 
 /// Work for the committer.
 pub(crate) enum Op {
@@ -104,11 +108,7 @@ impl Commits {
         let state = self.state.lock();
         let idle = state.ops.is_empty() && state.busy.is_none() && !read_only && !state.ended;
         drop(state);
-        if idle {
-            done(Ok(()))
-        } else {
-            self.push(Op::Barrier { done })
-        }
+        if idle { done(Ok(())) } else { self.push(Op::Barrier { done }) }
     }
 
     /// Asks the committer to finish what is queued and end.
@@ -153,10 +153,7 @@ pub(crate) fn closed() -> Error {
 }
 
 fn log_failed() -> Error {
-    Error::new(
-        ErrorKind::ReadOnly,
-        "the store is read-only since its manifest log failed",
-    )
+    Error::new(ErrorKind::ReadOnly, "the store is read-only since its manifest log failed")
 }
 
 /// What runs on the committer's thread.
@@ -170,12 +167,7 @@ pub(crate) struct Committer {
 
 impl Committer {
     pub(crate) fn new(inner: Arc<Inner>, log: Log) -> Self {
-        Self {
-            inner,
-            log,
-            limbo: Vec::new(),
-            tried: Instant::now(),
-        }
+        Self { inner, log, limbo: Vec::new(), tried: Instant::now() }
     }
 
     pub(crate) fn run(mut self) {
@@ -209,9 +201,7 @@ impl Committer {
         if group.iter().any(|op| matches!(op, Op::Commit { .. })) {
             let flushed = self.inner.flush();
             let (lost, kept): (Vec<Op>, Vec<Op>) = group.into_iter().partition(|op| match op {
-                Op::Commit { txn, .. } => {
-                    txn.generation != self.inner.flush_failures.load(Ordering::SeqCst)
-                }
+                Op::Commit { txn, .. } => txn.generation != self.inner.flush_failures.load(Ordering::SeqCst),
                 Op::Remove { .. } | Op::Barrier { .. } => false,
             });
             group = kept;
@@ -219,8 +209,7 @@ impl Committer {
                 let text = match &flushed {
                     Err(error) => format!("the drive could not be flushed: {error}"),
                     Ok(()) => {
-                        "an earlier flush of the drive failed while the object was being written"
-                            .to_owned()
+                        "an earlier flush of the drive failed while the object was being written".to_owned()
                     }
                 };
                 op.fail(Error::new(ErrorKind::Io, text));
@@ -236,11 +225,7 @@ impl Committer {
         }
         let limit = self.inner.group_limit.saturating_sub(records.len());
         self.inner.put_touched(&mut records, limit);
-        let written = if records.is_empty() {
-            Ok(())
-        } else {
-            self.append(&records)
-        };
+        let written = if records.is_empty() { Ok(()) } else { self.append(&records) };
         if let Err(error) = written {
             // Set before any entry is let go, so that no new transaction gets slots the log may still name.
             self.inner.set_read_only(&error);
@@ -250,10 +235,7 @@ impl Committer {
             }
             return;
         }
-        self.inner
-            .counters
-            .groups
-            .fetch_add(u64::from(!records.is_empty()), Ordering::Relaxed);
+        self.inner.counters.groups.fetch_add(u64::from(!records.is_empty()), Ordering::Relaxed);
         for op in group {
             self.apply(op);
         }
@@ -263,10 +245,7 @@ impl Committer {
         match op {
             Op::Commit { txn, entry, done } => {
                 if self.inner.index.publish(&txn.token, &entry) {
-                    self.inner
-                        .counters
-                        .committed
-                        .fetch_add(1, Ordering::Relaxed);
+                    self.inner.counters.committed.fetch_add(1, Ordering::Relaxed);
                     drop((txn, entry));
                     self.inner.signals.changed();
                     done(Ok(()));
@@ -342,8 +321,5 @@ impl Committer {
 }
 
 fn removed() -> Error {
-    Error::new(
-        ErrorKind::Removed,
-        "the object was removed while it was being stored",
-    )
+    Error::new(ErrorKind::Removed, "the object was removed while it was being stored")
 }

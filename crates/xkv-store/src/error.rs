@@ -40,20 +40,12 @@ pub type Result<T> = std::result::Result<T, Error>;
 impl Error {
     /// An error of `kind` with a text for people.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self {
-            kind,
-            message: message.into(),
-            source: None,
-        }
+        Self { kind, message: message.into(), source: None }
     }
 
     /// An operating system error, with what was being done to what.
     pub fn io(message: impl Into<String>, source: io::Error) -> Self {
-        Self {
-            kind: ErrorKind::Io,
-            message: message.into(),
-            source: Some(source),
-        }
+        Self { kind: ErrorKind::Io, message: message.into(), source: Some(source) }
     }
 
     /// The kind, to decide by.

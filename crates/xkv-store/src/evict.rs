@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use crate::commit::Op;
-use crate::store::Inner;
+use crate::inner::Inner;
 
 /// Share of the slots that is kept free: one in so many.
 const RESERVE_SHARE: usize = 50;
@@ -16,9 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Slots to keep free: 2 % or twice the largest object seen, at most a quarter.
 pub(crate) fn reserve(slots: usize, largest: usize) -> usize {
-    (slots / RESERVE_SHARE)
-        .max(2 * largest)
-        .min(slots / RESERVE_CAP)
+    (slots / RESERVE_SHARE).max(2 * largest).min(slots / RESERVE_CAP)
 }
 
 /// Fragments of the largest object that the reserve leaves room for.
@@ -37,11 +35,8 @@ pub(crate) fn run(inner: &Arc<Inner>) {
             continue;
         }
         let free = inner.allocator.free();
-        let wanted = reserve(
-            inner.allocator.slots(),
-            inner.largest.load(Ordering::Relaxed),
-        )
-        .max(request.slots);
+        let wanted =
+            reserve(inner.allocator.slots(), inner.largest.load(Ordering::Relaxed)).max(request.slots);
         let manifest_goal = inner.manifest_goal(request.manifest_bytes);
         let manifests = inner.allocator.manifest_bytes();
         if free >= wanted && manifests <= manifest_goal {
@@ -49,10 +44,7 @@ pub(crate) fn run(inner: &Arc<Inner>) {
             inner.signals.changed();
             continue;
         }
-        let (mut slots, mut bytes) = (
-            wanted.saturating_sub(free),
-            manifests.saturating_sub(manifest_goal),
-        );
+        let (mut slots, mut bytes) = (wanted.saturating_sub(free), manifests.saturating_sub(manifest_goal));
         let victims = inner.index.victims(|entry| {
             slots = slots.saturating_sub(entry.slots.numbers().len());
             bytes = bytes.saturating_sub(entry.slots.manifest_bytes());
@@ -61,20 +53,13 @@ pub(crate) fn run(inner: &Arc<Inner>) {
         let (sender, receiver) = crossbeam_channel::unbounded();
         let mut sent = 0;
         for entry in victims {
-            if !inner
-                .index
-                .take_entry(&entry, |e| e.leases.load(Ordering::Relaxed) == 0)
-            {
+            if !inner.index.take_entry(&entry, |e| e.leases.load(Ordering::Relaxed) == 0) {
                 continue;
             }
             inner.counters.evicted.fetch_add(1, Ordering::Relaxed);
             let sender = sender.clone();
             let done = Box::new(move |_| _ = sender.send(()));
-            inner.commits.push(Op::Remove {
-                digest: *entry.key.digest(),
-                entry: Some(entry),
-                done,
-            });
+            inner.commits.push(Op::Remove { digest: *entry.key.digest(), entry: Some(entry), done });
             sent += 1;
         }
         for _ in 0..sent {

@@ -41,18 +41,8 @@ impl Entry {
         recency: u64,
     ) -> Self {
         let recency = AtomicU64::new(recency);
-        let (ordered, leases, touched) =
-            (AtomicU64::new(0), AtomicU32::new(0), AtomicBool::new(false));
-        Self {
-            key,
-            size,
-            slots,
-            sums,
-            recency,
-            ordered,
-            leases,
-            touched,
-        }
+        let (ordered, leases, touched) = (AtomicU64::new(0), AtomicU32::new(0), AtomicBool::new(false));
+        Self { key, size, slots, sums, recency, ordered, leases, touched }
     }
 
     pub(crate) fn manifest(&self) -> ManifestRef<'_> {
@@ -121,12 +111,7 @@ pub(crate) struct Index {
 impl Index {
     pub(crate) fn new() -> Self {
         let shards = (0..SHARDS).map(|_| Shard::default()).collect();
-        Self {
-            shards,
-            order: Mutex::default(),
-            clock: AtomicU64::new(1),
-            objects: AtomicU64::new(0),
-        }
+        Self { shards, order: Mutex::default(), clock: AtomicU64::new(1), objects: AtomicU64::new(0) }
     }
 
     fn shard(&self, digest: &Digest) -> &Shard {
@@ -145,16 +130,11 @@ impl Index {
 
     /// Makes later positions larger than `recency`.
     pub(crate) fn advance(&self, recency: u64) {
-        self.clock
-            .fetch_max(recency.saturating_add(1), Ordering::Relaxed);
+        self.clock.fetch_max(recency.saturating_add(1), Ordering::Relaxed);
     }
 
     /// Looks at a present object.
-    pub(crate) fn with<T>(
-        &self,
-        key: &ObjectKey,
-        look: impl FnOnce(&Arc<Entry>) -> T,
-    ) -> Option<T> {
+    pub(crate) fn with<T>(&self, key: &ObjectKey, look: impl FnOnce(&Arc<Entry>) -> T) -> Option<T> {
         match self.shard(key.digest()).read().get(key.digest()) {
             Some(State::Present(entry)) if entry.key == *key => Some(look(entry)),
             _ => None,
@@ -221,9 +201,7 @@ impl Index {
     /// Puts an object back that recovery found. The digest must be new.
     pub(crate) fn restore(&self, entry: Arc<Entry>) {
         self.order_in(&entry);
-        self.shard(entry.key.digest())
-            .write()
-            .insert(*entry.key.digest(), State::Present(entry));
+        self.shard(entry.key.digest()).write().insert(*entry.key.digest(), State::Present(entry));
         self.objects.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -250,11 +228,7 @@ impl Index {
     }
 
     /// Takes this very entry, when it is still there and `allowed`.
-    pub(crate) fn take_entry(
-        &self,
-        entry: &Arc<Entry>,
-        allowed: impl FnOnce(&Entry) -> bool,
-    ) -> bool {
+    pub(crate) fn take_entry(&self, entry: &Arc<Entry>, allowed: impl FnOnce(&Entry) -> bool) -> bool {
         let digest = entry.key.digest();
         let mut shard = self.shard(digest).write();
         match shard.get(digest) {
@@ -315,12 +289,7 @@ impl Index {
         Self::order_at(&mut self.order.lock(), entry, recency, &self.clock);
     }
 
-    fn order_at(
-        order: &mut BTreeMap<u64, Arc<Entry>>,
-        entry: &Arc<Entry>,
-        recency: u64,
-        clock: &AtomicU64,
-    ) {
+    fn order_at(order: &mut BTreeMap<u64, Arc<Entry>>, entry: &Arc<Entry>, recency: u64, clock: &AtomicU64) {
         let mut at = recency;
         if order.contains_key(&at) {
             at = clock.fetch_add(1, Ordering::Relaxed);

@@ -35,11 +35,7 @@ impl ObjectKey {
         hasher.update(&(namespace.len() as u64).to_le_bytes());
         hasher.update(namespace);
         hasher.update(key);
-        Self {
-            namespace: namespace.clone(),
-            key: key.into(),
-            digest: Digest(*hasher.finalize().as_bytes()),
-        }
+        Self { namespace: namespace.clone(), key: key.into(), digest: Digest(*hasher.finalize().as_bytes()) }
     }
 
     /// The namespace.

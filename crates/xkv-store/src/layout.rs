@@ -116,8 +116,7 @@ impl Superblock {
 
     /// First byte after the last slot.
     pub fn end(&self) -> u64 {
-        self.slots_offset
-            .saturating_add(self.slots.saturating_mul(u64::from(self.fragment_bytes)))
+        self.slots_offset.saturating_add(self.slots.saturating_mul(u64::from(self.fragment_bytes)))
     }
 
     /// Where manifest area 0 or 1 begins.
@@ -155,13 +154,8 @@ pub fn plan(
 ) -> Result<Vec<Superblock>> {
     check_fragment_bytes(fragment_bytes)?;
     let fragment = u64::from(fragment_bytes);
-    let upper: u64 = sizes
-        .iter()
-        .map(|size| size.saturating_sub(DATA_START) / fragment)
-        .sum();
-    let area_bytes = (upper * AREA_BYTES_PER_SLOT)
-        .next_multiple_of(BLOCK as u64)
-        .max(AREA_MIN);
+    let upper: u64 = sizes.iter().map(|size| size.saturating_sub(DATA_START) / fragment).sum();
+    let area_bytes = (upper * AREA_BYTES_PER_SLOT).next_multiple_of(BLOCK as u64).max(AREA_MIN);
     let align = fragment.min(1 << 20);
     let mut total = 0;
     let mut headers = Vec::with_capacity(sizes.len());
@@ -213,51 +207,32 @@ mod tests {
 
     #[test]
     fn a_header_survives_the_round_trip_and_no_flipped_bit() {
-        let header = plan(&["a"], &[64 << 20], 4096, [7; 16], &[[8; 16]])
-            .unwrap()
-            .remove(0);
+        let header = plan(&["a"], &[64 << 20], 4096, [7; 16], &[[8; 16]]).unwrap().remove(0);
         let block = header.encode();
         assert_eq!(Superblock::decode(&block).unwrap(), Some(header));
         for at in 0..BLOCK {
             let mut damaged = block;
             damaged[at] ^= 1;
-            assert!(
-                !matches!(Superblock::decode(&damaged), Ok(Some(_))),
-                "byte {at}"
-            );
+            assert!(!matches!(Superblock::decode(&damaged), Ok(Some(_))), "byte {at}");
         }
     }
 
     #[test]
     fn regions_do_not_overlap_and_end_inside_the_drive() {
-        for (size, fragment) in [
-            (8 << 20, 4096),
-            (64 << 20, 131_072),
-            (16u64 << 30, 131_072),
-            (1 << 40, 1 << 20),
-        ] {
-            let headers = plan(
-                &["a", "b"],
-                &[size, 2 * size],
-                fragment,
-                [1; 16],
-                &[[2; 16], [3; 16]],
-            )
-            .unwrap();
+        for (size, fragment) in
+            [(8 << 20, 4096), (64 << 20, 131_072), (16u64 << 30, 131_072), (1 << 40, 1 << 20)]
+        {
+            let headers =
+                plan(&["a", "b"], &[size, 2 * size], fragment, [1; 16], &[[2; 16], [3; 16]]).unwrap();
             for (header, size) in headers.iter().zip([size, 2 * size]) {
                 assert!(header.slots_offset >= DATA_START + 2 * header.area_bytes);
                 assert!(header.end() <= size && header.end() + u64::from(fragment) > size);
             }
         }
         assert_eq!(
-            plan(&["a"], &[1 << 20], 4096, [1; 16], &[[2; 16]])
-                .unwrap_err()
-                .kind(),
+            plan(&["a"], &[1 << 20], 4096, [1; 16], &[[2; 16]]).unwrap_err().kind(),
             ErrorKind::TooSmall
         );
-        assert_eq!(
-            check_fragment_bytes(5000).unwrap_err().kind(),
-            ErrorKind::Invalid
-        );
+        assert_eq!(check_fragment_bytes(5000).unwrap_err().kind(), ErrorKind::Invalid);
     }
 }

@@ -46,18 +46,9 @@ pub struct Recovered {
 impl Log {
     /// A log on the first drive of a store, positioned nowhere: call [`Log::recover`] or [`Log::snapshot`] first.
     pub fn new(device: Arc<dyn Device>, header: Superblock) -> Result<Self> {
-        let chunk = SlotPool::new(1, CHUNK)?
-            .try_take()
-            .expect("the only slot of a new pool is free");
+        let chunk = SlotPool::new(1, CHUNK)?.try_take().expect("the only slot of a new pool is free");
         let epoch = header.epoch;
-        Ok(Self {
-            device,
-            header,
-            chunk,
-            area: 1,
-            epoch,
-            next: 0,
-        })
+        Ok(Self { device, header, chunk, area: 1, epoch, next: 0 })
     }
 
     /// The drive's header with the epoch in force, to be written next.
@@ -127,11 +118,7 @@ impl Log {
     ///
     /// # Errors
     /// The drive refuses to read.
-    pub fn recover(
-        &mut self,
-        mut reset: impl FnMut(),
-        mut found: impl FnMut(Record),
-    ) -> Result<Recovered> {
+    pub fn recover(&mut self, mut reset: impl FnMut(), mut found: impl FnMut(Record)) -> Result<Recovered> {
         let mut epochs = Vec::new();
         for area in 0..2 {
             if let Some(epoch) = self.first_epoch(area)? {
@@ -193,10 +180,7 @@ impl Log {
         }
         match last {
             Some(error) if readable == 0 => Err(Error::io(
-                format!(
-                    "{}: cannot read the manifest log at byte {offset}",
-                    self.device.name()
-                ),
+                format!("{}: cannot read the manifest log at byte {offset}", self.device.name()),
                 error,
             )),
             _ => Ok(()),
@@ -211,10 +195,7 @@ impl Log {
         recovered: &mut Recovered,
         found: &mut impl FnMut(Record),
     ) -> Result<u64> {
-        let mut stream = Stream {
-            bytes: Vec::new(),
-            limit: self.header.area_bytes as usize,
-        };
+        let mut stream = Stream { bytes: Vec::new(), limit: self.header.area_bytes as usize };
         let (mut end, mut missing) = (0, 0);
         let blocks = self.area_blocks();
         for from in (0..blocks).step_by(CHUNK / BLOCK) {
@@ -222,8 +203,8 @@ impl Log {
             self.read(area, from, count)?;
             for (i, bytes) in self.chunk[..count * BLOCK].chunks_exact(BLOCK).enumerate() {
                 let number = from + i as u64;
-                let block = open_block(&self.header, bytes)
-                    .filter(|b| b.epoch == epoch && b.number == number);
+                let block =
+                    open_block(&self.header, bytes).filter(|b| b.epoch == epoch && b.number == number);
                 let Some(block) = block else {
                     missing += 1;
                     if missing > GROUP_BLOCKS {
@@ -331,15 +312,7 @@ struct BlockWriter<'a> {
 impl<'a> BlockWriter<'a> {
     fn new(log: &'a mut Log, area: usize, epoch: u64, base: u64) -> Self {
         let (pending, starts) = Default::default();
-        Self {
-            log,
-            area,
-            epoch,
-            base,
-            ready: 0,
-            pending,
-            starts,
-        }
+        Self { log, area, epoch, base, ready: 0, pending, starts }
     }
 
     /// Takes whole records.
@@ -399,9 +372,7 @@ impl<'a> BlockWriter<'a> {
         }
         if self.ready > 0 {
             let offset = self.log.header.area_offset(self.area) + self.base * BLOCK as u64;
-            self.log
-                .device
-                .write_at(&self.log.chunk[..self.ready * BLOCK], offset)?;
+            self.log.device.write_at(&self.log.chunk[..self.ready * BLOCK], offset)?;
         }
         self.base += self.ready as u64;
         self.ready = 0;

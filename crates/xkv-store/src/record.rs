@@ -158,23 +158,9 @@ fn parse_body(kind: u32, body: &[u8]) -> Option<Record> {
             let table = reader.take((count as usize).checked_mul(FRAGMENT)?)?;
             let fragments = table
                 .chunks_exact(FRAGMENT)
-                .map(|f| {
-                    (
-                        get_u32(f, 0),
-                        FragmentSums {
-                            full: get_u32(f, 4),
-                            sample: get_u32(f, 8),
-                        },
-                    )
-                })
+                .map(|f| (get_u32(f, 0), FragmentSums { full: get_u32(f, 4), sample: get_u32(f, 8) }))
                 .collect();
-            Record::Commit(Manifest {
-                recency,
-                size,
-                namespace,
-                key,
-                fragments,
-            })
+            Record::Commit(Manifest { recency, size, namespace, key, fragments })
         }
         REMOVE => Record::Remove(Digest(array(reader.take(32)?, 0))),
         TOUCH => Record::Touch(Digest(array(reader.take(32)?, 0)), reader.u64()?),
@@ -195,23 +181,12 @@ mod tests {
         let mut out = Vec::new();
         let (namespace, key) = (&manifest.namespace[..], &manifest.key[..]);
         let (recency, size) = (manifest.recency, manifest.size);
-        put_commit(
-            &mut out,
-            &ManifestRef {
-                recency,
-                size,
-                namespace,
-                key,
-                slots: &slots,
-                sums: &sums,
-            },
-        );
+        put_commit(&mut out, &ManifestRef { recency, size, namespace, key, slots: &slots, sums: &sums });
         out
     }
 
     fn manifest() -> impl Strategy<Value = Manifest> {
-        let sums =
-            (any::<u32>(), any::<u32>()).prop_map(|(full, sample)| FragmentSums { full, sample });
+        let sums = (any::<u32>(), any::<u32>()).prop_map(|(full, sample)| FragmentSums { full, sample });
         (
             any::<u64>(),
             any::<u64>(),
@@ -266,14 +241,7 @@ mod tests {
             found.push(record);
             rest = &rest[len..];
         }
-        assert_eq!(
-            found,
-            [
-                Record::Remove(digest),
-                Record::Touch(digest, 77),
-                Record::SnapshotEnd(3)
-            ]
-        );
+        assert_eq!(found, [Record::Remove(digest), Record::Touch(digest, 77), Record::SnapshotEnd(3)]);
         assert!(rest.is_empty());
     }
 }

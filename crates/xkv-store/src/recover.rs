@@ -90,8 +90,7 @@ impl Replay {
             Some(namespace) => namespace.clone(),
             None => {
                 let shared: Arc<[u8]> = manifest.namespace.clone().into();
-                self.namespaces
-                    .insert(manifest.namespace.clone(), shared.clone());
+                self.namespaces.insert(manifest.namespace.clone(), shared.clone());
                 shared
             }
         };
@@ -114,11 +113,7 @@ impl Replay {
             self.owner[*slot as usize] = id + 1;
         }
         self.by_digest.insert(*key.digest(), id);
-        let manifest = Manifest {
-            namespace: Vec::new(),
-            key: Vec::new(),
-            ..manifest
-        };
+        let manifest = Manifest { namespace: Vec::new(), key: Vec::new(), ..manifest };
         self.objects[id as usize] = Some(Live { key, manifest });
     }
 
@@ -137,9 +132,7 @@ impl Replay {
         slots.sort_unstable();
         manifest.size > 0
             && manifest.size.div_ceil(self.fragment_bytes) == slots.len() as u64
-            && slots
-                .last()
-                .is_some_and(|&slot| (slot as usize) < self.owner.len())
+            && slots.last().is_some_and(|&slot| (slot as usize) < self.owner.len())
             && slots.windows(2).all(|pair| pair[0] < pair[1])
             && manifest.namespace.len() + manifest.key.len() <= MAX_KEY_BYTES
     }
@@ -151,18 +144,9 @@ mod tests {
     use crate::checksum::FragmentSums;
 
     fn manifest(key: &[u8], slots: &[u32], recency: u64) -> Manifest {
-        let fragments = slots
-            .iter()
-            .map(|&slot| (slot, FragmentSums::default()))
-            .collect();
+        let fragments = slots.iter().map(|&slot| (slot, FragmentSums::default())).collect();
         let size = slots.len() as u64 * 4096;
-        Manifest {
-            recency,
-            size,
-            namespace: b"ns".to_vec(),
-            key: key.to_vec(),
-            fragments,
-        }
+        Manifest { recency, size, namespace: b"ns".to_vec(), key: key.to_vec(), fragments }
     }
 
     #[test]
@@ -180,14 +164,8 @@ mod tests {
         let mut replay = Replay::new(8, 4096);
         replay.apply(Record::Commit(manifest(b"beyond", &[8], 1)));
         replay.apply(Record::Commit(manifest(b"twice", &[1, 1], 1)));
-        replay.apply(Record::Commit(Manifest {
-            size: 4097,
-            ..manifest(b"size", &[1], 1)
-        }));
-        replay.apply(Record::Commit(Manifest {
-            size: 0,
-            ..manifest(b"none", &[], 1)
-        }));
+        replay.apply(Record::Commit(Manifest { size: 4097, ..manifest(b"size", &[1], 1) }));
+        replay.apply(Record::Commit(Manifest { size: 0, ..manifest(b"none", &[], 1) }));
         assert_eq!((replay.dropped, replay.by_digest.len()), (4, 0));
     }
 

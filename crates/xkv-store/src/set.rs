@@ -23,11 +23,7 @@ pub(crate) enum Found {
 /// # Errors
 /// Foreign content, drives of different stores, missing drives, a truncated drive, another fragment size, a damaged
 /// header.
-pub(crate) fn recognise(
-    devices: &[&dyn Device],
-    fragment_bytes: Option<u32>,
-    force: bool,
-) -> Result<Found> {
+pub(crate) fn recognise(devices: &[&dyn Device], fragment_bytes: Option<u32>, force: bool) -> Result<Found> {
     if devices.is_empty() || devices.len() > u16::MAX as usize {
         return Err(Error::new(
             ErrorKind::Invalid,
@@ -38,11 +34,7 @@ pub(crate) fn recognise(
         layout::check_fragment_bytes(bytes)?;
     }
     let found = compare(devices);
-    let found = if force && found.is_err() {
-        Ok(Found::Blank)
-    } else {
-        found
-    }?;
+    let found = if force && found.is_err() { Ok(Found::Blank) } else { found }?;
     if let Found::Store(headers) = &found
         && let Some(asked) = fragment_bytes
         && asked != headers[0].0.fragment_bytes
@@ -115,15 +107,9 @@ fn compare(devices: &[&dyn Device]) -> Result<Found> {
         ));
     }
     let complete = headers.len() == first.count as usize
-        && headers
-            .iter()
-            .enumerate()
-            .all(|(i, (h, _))| h.index as usize == i && h.count == first.count);
+        && headers.iter().enumerate().all(|(i, (h, _))| h.index as usize == i && h.count == first.count);
     if !complete {
-        let mut have: Vec<String> = headers
-            .iter()
-            .map(|(h, _)| (h.index + 1).to_string())
-            .collect();
+        let mut have: Vec<String> = headers.iter().map(|(h, _)| (h.index + 1).to_string()).collect();
         have.dedup();
         return Err(Error::new(
             ErrorKind::Mismatch,
@@ -139,10 +125,8 @@ fn compare(devices: &[&dyn Device]) -> Result<Found> {
 }
 
 fn foreign(device: &dyn Device) -> Error {
-    let what = signature(device).map_or_else(
-        || "data that is not ours".to_owned(),
-        |name| format!("what looks like {name}"),
-    );
+    let what = signature(device)
+        .map_or_else(|| "data that is not ours".to_owned(), |name| format!("what looks like {name}"));
     Error::new(
         ErrorKind::Foreign,
         format!(
@@ -155,23 +139,16 @@ fn foreign(device: &dyn Device) -> Error {
 
 /// The newest valid header of a drive. None: there is none.
 fn read(device: &dyn Device) -> Result<Option<Superblock>> {
-    Ok(copies(device)?
-        .into_iter()
-        .flatten()
-        .max_by_key(|header| header.sequence))
+    Ok(copies(device)?.into_iter().flatten().max_by_key(|header| header.sequence))
 }
 
 /// Whether both copies of the header are valid and say that the store is made.
 pub(crate) fn is_whole(device: &dyn Device) -> Result<bool> {
-    Ok(copies(device)?
-        .iter()
-        .all(|copy| copy.as_ref().is_some_and(|header| header.formed)))
+    Ok(copies(device)?.iter().all(|copy| copy.as_ref().is_some_and(|header| header.formed)))
 }
 
 fn copies(device: &dyn Device) -> Result<[Option<Superblock>; 2]> {
-    let mut block = SlotPool::new(1, BLOCK)?
-        .try_take()
-        .expect("the only slot of a new pool is free");
+    let mut block = SlotPool::new(1, BLOCK)?.try_take().expect("the only slot of a new pool is free");
     let mut copies = [None, None];
     for (copy, offset) in copies.iter_mut().zip(SUPERBLOCKS) {
         if device.size() < offset + BLOCK as u64 {
@@ -203,23 +180,11 @@ pub(crate) fn write(device: &dyn Device, header: &Superblock) -> std::io::Result
 ///
 /// # Errors
 /// Those of [`layout::plan`].
-pub(crate) fn plan(
-    devices: &[&dyn Device],
-    fragment_bytes: Option<u32>,
-) -> Result<Vec<Superblock>> {
+pub(crate) fn plan(devices: &[&dyn Device], fragment_bytes: Option<u32>) -> Result<Vec<Superblock>> {
     let names: Vec<&str> = devices.iter().map(|d| d.name()).collect();
     let sizes: Vec<u64> = devices.iter().map(|d| d.size()).collect();
-    let drives = devices
-        .iter()
-        .map(|_| uuid())
-        .collect::<Result<Vec<Uuid>>>()?;
-    layout::plan(
-        &names,
-        &sizes,
-        fragment_bytes.unwrap_or(DEFAULT_FRAGMENT_BYTES),
-        uuid()?,
-        &drives,
-    )
+    let drives = devices.iter().map(|_| uuid()).collect::<Result<Vec<Uuid>>>()?;
+    layout::plan(&names, &sizes, fragment_bytes.unwrap_or(DEFAULT_FRAGMENT_BYTES), uuid()?, &drives)
 }
 
 fn uuid() -> Result<Uuid> {

@@ -12,9 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::*;
-use xkv_store::io::device::testing::{
-    Calls, Effect, Fault, FaultyDevice, MemoryDevice, StallDevice,
-};
+use xkv_store::io::device::testing::{Calls, Effect, Fault, FaultyDevice, MemoryDevice, StallDevice};
 use xkv_store::io::{BLOCK, Device};
 use xkv_store::layout::{DATA_START, Superblock};
 use xkv_store::{ErrorKind, Store, StoreConfig};
@@ -27,11 +25,7 @@ fn read(device: &dyn Device, offset: u64, len: usize) -> Vec<u8> {
 
 fn header(device: &dyn Device) -> Superblock {
     let copies = [0, BLOCK as u64].map(|at| Superblock::decode(&read(device, at, BLOCK)).unwrap());
-    copies
-        .into_iter()
-        .flatten()
-        .max_by_key(|h| h.sequence)
-        .expect("a valid header")
+    copies.into_iter().flatten().max_by_key(|h| h.sequence).expect("a valid header")
 }
 
 fn image(device: &dyn Device) -> Vec<u8> {
@@ -58,10 +52,8 @@ fn every_flipped_byte_of_an_object_is_a_miss_and_the_next_store_repairs_it() {
         let offset = round * 31 % data.len() as u64;
         let all = read(&*memory, slots, (memory.size() - slots) as usize);
         let fragment = &data[offset as usize / 4096 * 4096..][..100];
-        let copies: Vec<usize> = (0..all.len())
-            .step_by(4096)
-            .filter(|&at| &all[at..at + 100] == fragment)
-            .collect();
+        let copies: Vec<usize> =
+            (0..all.len()).step_by(4096).filter(|&at| &all[at..at + 100] == fragment).collect();
         assert!(!copies.is_empty(), "the object is on the drive");
         for at in copies {
             memory.flip(slots + at as u64 + offset % 4096, 1 << (round % 8));
@@ -87,22 +79,14 @@ fn foreign_content_is_refused_and_left_as_it_is() {
         let error = refusal(&[memory.clone()], &config());
         assert_eq!(error.kind(), ErrorKind::Foreign, "{error}");
         assert!(image(&*memory) == before, "nothing was changed");
-        Store::open_on(
-            vec![memory],
-            &StoreConfig {
-                force: true,
-                ..config()
-            },
-        )
-        .expect("force overwrites");
+        Store::open_on(vec![memory], &StoreConfig { force: true, ..config() }).expect("force overwrites");
     }
 }
 
 #[test]
 fn drives_are_known_by_their_headers() {
-    let drives: Vec<Arc<dyn Device>> = (0..3)
-        .map(|i| MemoryDevice::named(&format!("d{i}"), 16 * MIB) as _)
-        .collect();
+    let drives: Vec<Arc<dyn Device>> =
+        (0..3).map(|i| MemoryDevice::named(&format!("d{i}"), 16 * MIB) as _).collect();
     let store = open_on(&drives, &config());
     put(&store, &key("o"), &contents(1, 50_000));
     drop(store);
@@ -119,56 +103,23 @@ fn drives_are_known_by_their_headers() {
     let blank: Arc<dyn Device> = MemoryDevice::named("blank", 16 * MIB);
     let before: Vec<Vec<u8>> = drives.iter().map(|d| image(&**d)).collect();
     let cases: [(&str, Vec<Arc<dyn Device>>); 5] = [
-        (
-            "a drive is missing",
-            vec![drives[0].clone(), drives[1].clone()],
-        ),
-        (
-            "the first drive is missing",
-            vec![drives[1].clone(), drives[2].clone()],
-        ),
-        (
-            "a drive is named twice",
-            vec![drives[0].clone(), drives[1].clone(), drives[1].clone()],
-        ),
-        (
-            "a drive of another store",
-            vec![drives[0].clone(), drives[1].clone(), other],
-        ),
-        (
-            "a blank drive",
-            vec![drives[0].clone(), drives[1].clone(), blank],
-        ),
+        ("a drive is missing", vec![drives[0].clone(), drives[1].clone()]),
+        ("the first drive is missing", vec![drives[1].clone(), drives[2].clone()]),
+        ("a drive is named twice", vec![drives[0].clone(), drives[1].clone(), drives[1].clone()]),
+        ("a drive of another store", vec![drives[0].clone(), drives[1].clone(), other]),
+        ("a blank drive", vec![drives[0].clone(), drives[1].clone(), blank]),
     ];
     for (case, devices) in cases {
         let error = refusal(&devices, &config());
         assert_eq!(error.kind(), ErrorKind::Mismatch, "{case}: {error}");
-        assert!(
-            error.to_string().contains("d0") || error.to_string().contains("d1"),
-            "{case}: {error}"
-        );
+        assert!(error.to_string().contains("d0") || error.to_string().contains("d1"), "{case}: {error}");
     }
-    let error = refusal(
-        &drives,
-        &StoreConfig {
-            fragment_bytes: Some(8192),
-            ..config()
-        },
-    );
-    assert!(
-        error.kind() == ErrorKind::Mismatch && error.to_string().contains("4096"),
-        "{error}"
-    );
+    let error = refusal(&drives, &StoreConfig { fragment_bytes: Some(8192), ..config() });
+    assert!(error.kind() == ErrorKind::Mismatch && error.to_string().contains("4096"), "{error}");
     for (drive, before) in drives.iter().zip(before) {
         assert!(image(&**drive) == before, "a refusal changes nothing");
     }
-    open_on(
-        &drives,
-        &StoreConfig {
-            fragment_bytes: None,
-            ..config()
-        },
-    );
+    open_on(&drives, &StoreConfig { fragment_bytes: None, ..config() });
 }
 
 #[test]
@@ -213,9 +164,7 @@ fn a_damaged_block_of_the_log_costs_only_its_own_objects() {
     let area = DATA_START;
     memory.flip(area + 10 * BLOCK as u64 + 60, 1);
     let store = open_on(&[memory.clone()], &config());
-    let lost: Vec<u64> = (0..40)
-        .filter(|i| !store.contains(&key(format!("{i}"))))
-        .collect();
+    let lost: Vec<u64> = (0..40).filter(|i| !store.contains(&key(format!("{i}")))).collect();
     assert_eq!(lost.len(), 1, "{lost:?}");
     assert_eq!(store.stats().damaged, 1);
     for i in (0..40u64).filter(|i| !lost.contains(i)) {
@@ -223,11 +172,7 @@ fn a_damaged_block_of_the_log_costs_only_its_own_objects() {
     }
     assert_eq!(store.stats().slots_used, 39 * 2);
     drop(store);
-    assert_eq!(
-        open_on(&[memory], &config()).stats().damaged,
-        0,
-        "a snapshot replaced the damaged log"
-    );
+    assert_eq!(open_on(&[memory], &config()).stats().damaged, 0, "a snapshot replaced the damaged log");
 }
 
 #[test]
@@ -252,27 +197,14 @@ fn a_failing_data_drive_fails_its_stores_and_loads_only() {
     put(&store, &key("old"), &contents(1, 9000));
     let slots = header(&*faulty).slots_offset;
     let data = slots..faulty.size();
-    faulty.inject(Fault {
-        offsets: data.clone(),
-        ..Fault::every(Calls::WRITES, Effect::Errno(libc::ENOSPC))
-    });
-    assert!(matches!(
-        put(&store, &key("new"), &contents(2, 9000)),
-        Put::Failed(_)
-    ));
+    faulty
+        .inject(Fault { offsets: data.clone(), ..Fault::every(Calls::WRITES, Effect::Errno(libc::ENOSPC)) });
+    assert!(matches!(put(&store, &key("new"), &contents(2, 9000)), Put::Failed(_)));
     assert_eq!(get(&store, &key("old")), Get::Data(contents(1, 9000)));
-    await_until("the slots of the failed store are free", || {
-        store.stats().slots_used == 3
-    });
+    await_until("the slots of the failed store are free", || store.stats().slots_used == 3);
     faulty.heal();
-    assert!(matches!(
-        put(&store, &key("new"), &contents(2, 9000)),
-        Put::Stored
-    ));
-    faulty.inject(Fault {
-        offsets: data,
-        ..Fault::every(Calls::READS, Effect::Errno(libc::EIO))
-    });
+    assert!(matches!(put(&store, &key("new"), &contents(2, 9000)), Put::Stored));
+    faulty.inject(Fault { offsets: data, ..Fault::every(Calls::READS, Effect::Errno(libc::EIO)) });
     assert_eq!(get(&store, &key("old")), Get::Discarded);
     faulty.heal();
     assert_eq!(get(&store, &key("old")), Get::Absent);
@@ -283,10 +215,7 @@ fn a_failing_data_drive_fails_its_stores_and_loads_only() {
 fn a_failed_flush_acknowledges_nothing_that_was_written_before_it() {
     let faulty = FaultyDevice::new(MemoryDevice::new(16 * MIB));
     let store = open_on(&[faulty.clone()], &config());
-    faulty.inject(Fault {
-        times: 1,
-        ..Fault::every(Calls::FLUSHES, Effect::Errno(libc::EIO))
-    });
+    faulty.inject(Fault { times: 1, ..Fault::every(Calls::FLUSHES, Effect::Errno(libc::EIO)) });
     assert!(matches!(put(&store, &key("a"), b"a"), Put::Failed(_)));
     assert_eq!(get(&store, &key("a")), Get::Absent);
     assert!(matches!(put(&store, &key("a"), b"a"), Put::Stored));
@@ -319,10 +248,7 @@ fn a_failing_log_makes_the_store_read_only_until_it_works_again() {
     drop(store);
     let store = open_on(&[memory], &config());
     assert_eq!(get(&store, &key("new")), Get::Data(b"new".to_vec()));
-    assert_eq!(
-        (get(&store, &key("old")), store.stats().slots_used),
-        (Get::Absent, 1)
-    );
+    assert_eq!((get(&store, &key("old")), store.stats().slots_used), (Get::Absent, 1));
 }
 
 #[test]
@@ -332,20 +258,14 @@ fn a_hanging_drive_does_not_hold_up_closing_and_recovers() {
     put(&store, &key("a"), b"a");
     stall.stall(Calls::FLUSHES);
     let (tx, rx) = std::sync::mpsc::channel();
-    store.remove(
-        &key("a"),
-        Box::new(move |outcome| _ = tx.send(outcome.map_err(|e| e.to_string()))),
-    );
+    store.remove(&key("a"), Box::new(move |outcome| _ = tx.send(outcome.map_err(|e| e.to_string()))));
     assert!(!store.contains(&key("a")), "a removal is visible at once");
     assert!(stall.await_waiting(1, Duration::from_secs(5)));
     assert!(store.stats().committing_for.is_some());
     let began = std::time::Instant::now();
     store.close(Duration::from_millis(300));
     assert!(began.elapsed() < Duration::from_secs(3));
-    assert!(
-        rx.try_recv().is_err(),
-        "not acknowledged while it is not durable"
-    );
+    assert!(rx.try_recv().is_err(), "not acknowledged while it is not durable");
     stall.resume();
     assert_eq!(rx.recv_timeout(Duration::from_secs(5)).unwrap(), Ok(true));
 }

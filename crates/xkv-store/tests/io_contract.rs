@@ -64,28 +64,16 @@ impl Inbox {
     fn request(&self, id: u64, op: Op, offset: u64, len: usize, buf: SlotBuf) -> IoRequest {
         let tx = self.tx.clone();
         let done = Box::new(move |buf, outcome| tx.send(Answer { id, buf, outcome }).unwrap());
-        IoRequest {
-            op,
-            offset,
-            len,
-            buf,
-            done,
-        }
+        IoRequest { op, offset, len, buf, done }
     }
 
     fn next(&self) -> Answer {
-        self.rx
-            .recv_timeout(PATIENCE)
-            .expect("an answer is missing")
+        self.rx.recv_timeout(PATIENCE).expect("an answer is missing")
     }
 }
 
 fn make(place: Place) -> Option<Arc<dyn Device>> {
-    let mut options = OpenOptions {
-        file_bytes: DRIVE,
-        direct: DirectIo::On,
-        ..OpenOptions::default()
-    };
+    let mut options = OpenOptions { file_bytes: DRIVE, direct: DirectIo::On, ..OpenOptions::default() };
     let device = match place {
         Place::Memory => return Some(MemoryDevice::new(DRIVE)),
         Place::File(direct) => {
@@ -111,11 +99,7 @@ fn make(place: Place) -> Option<Arc<dyn Device>> {
 fn start(device: Arc<dyn Device>, kind: EngineKind, depth: usize) -> Option<Arc<dyn IoEngine>> {
     match engine::start(device, kind, depth) {
         Ok(engine) => {
-            let name = if kind == EngineKind::Pool {
-                "pool"
-            } else {
-                "io_uring"
-            };
+            let name = if kind == EngineKind::Pool { "pool" } else { "io_uring" };
             assert_eq!(engine.name(), name);
             Some(engine)
         }
@@ -136,17 +120,11 @@ impl Rig {
         let device = make(place)?;
         let engine = start(device.clone(), kind, 32)?;
         let slots = SlotPool::new(slots, SLOT).unwrap();
-        Some(Self {
-            device,
-            engine,
-            slots,
-            inbox: Inbox::new(),
-        })
+        Some(Self { device, engine, slots, inbox: Inbox::new() })
     }
 
     fn submit(&self, id: u64, op: Op, offset: u64, len: usize, buf: SlotBuf) {
-        self.engine
-            .submit(self.inbox.request(id, op, offset, len, buf));
+        self.engine.submit(self.inbox.request(id, op, offset, len, buf));
     }
 
     fn slot(&self) -> SlotBuf {
@@ -213,14 +191,8 @@ fn bytes_come_back(rig: &Rig, round: u64) {
             assert!(answered.insert(answer.id), "{} answered twice", answer.id);
             let range = &ranges[answer.id as usize];
             let len = (range.end - range.start) as usize;
-            assert!(
-                holds_pattern(round, range.start, &answer.buf[..len]),
-                "{op:?} {range:?}"
-            );
-            assert!(
-                answer.buf[len..].iter().all(|&b| b == GUARD),
-                "{op:?} {range:?}"
-            );
+            assert!(holds_pattern(round, range.start, &answer.buf[..len]), "{op:?} {range:?}");
+            assert!(answer.buf[len..].iter().all(|&b| b == GUARD), "{op:?} {range:?}");
         }
     }
     assert_eq!(rig.engine.load(), EngineLoad::default());
@@ -245,8 +217,7 @@ fn threads_do_not_disturb_each_other(rig: &Rig) {
                         } else {
                             buf.fill(0);
                         }
-                        rig.engine
-                            .submit(inbox.request(round, op, offset, len, buf));
+                        rig.engine.submit(inbox.request(round, op, offset, len, buf));
                         let answer = inbox.next();
                         answer.outcome.unwrap();
                         assert_eq!(answer.id, round);
@@ -277,11 +248,7 @@ fn bad_requests_are_refused(rig: &Rig) {
             rig.submit(1, op, offset, len, buf);
             let answer = rig.inbox.next();
             let error = answer.outcome.unwrap_err();
-            assert_eq!(
-                error.kind(),
-                io::ErrorKind::InvalidInput,
-                "{op:?} {offset} {len}"
-            );
+            assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{op:?} {offset} {len}");
             assert!(error.to_string().contains(rig.device.name()), "{error}");
             assert!(answer.buf.iter().all(|&b| b == 7));
         }
@@ -314,11 +281,7 @@ fn shutdown_answers_everything(rig: Rig) {
     assert_eq!(late.outcome.unwrap_err().kind(), io::ErrorKind::BrokenPipe);
     drop(late.buf);
     assert_eq!(rig.slots.free(), count);
-    assert_eq!(
-        Arc::strong_count(&rig.device),
-        1,
-        "the engine still has the device"
-    );
+    assert_eq!(Arc::strong_count(&rig.device), 1, "the engine still has the device");
 }
 
 /// An engine that is dropped answers what it was given.
@@ -420,12 +383,8 @@ fn engines_agree_on_positions() {
     };
     let slots = SlotPool::new(1, SLOT).unwrap();
     let inbox = Inbox::new();
-    for (round, (writer, reader)) in [
-        (EngineKind::Pool, EngineKind::Uring),
-        (EngineKind::Uring, EngineKind::Pool),
-    ]
-    .into_iter()
-    .enumerate()
+    for (round, (writer, reader)) in
+        [(EngineKind::Pool, EngineKind::Uring), (EngineKind::Uring, EngineKind::Pool)].into_iter().enumerate()
     {
         let offset = (17 + round * 300) as u64 * BLOCK as u64;
         let (round, len) = (round as u64, 5 * BLOCK);
@@ -526,23 +485,14 @@ fn reads_overtake_writes_but_do_not_starve_them() {
             engine.submit(inbox.request(id, op, 0, BLOCK, slots.try_take().unwrap()));
         };
         submit(0, Op::Read);
-        eventually("the first read is given to the device", || {
-            engine.load().in_flight == 1
-        });
+        eventually("the first read is given to the device", || engine.load().in_flight == 1);
         (100..103).for_each(|id| submit(id, Op::Write));
         (1..17).for_each(|id| submit(id, Op::Read));
         let load = engine.load();
-        assert_eq!(
-            (load.queued_reads, load.queued_writes, load.in_flight),
-            (16, 3, 1)
-        );
+        assert_eq!((load.queued_reads, load.queued_writes, load.in_flight), (16, 3, 1));
         peer.write_all(&[0; 17 * BLOCK]).unwrap();
         let order: Vec<u64> = (0..20).map(|_| inbox.next().id).collect();
-        let expected: Vec<u64> = (0..=7)
-            .chain([100])
-            .chain(8..=14)
-            .chain([101, 15, 16, 102])
-            .collect();
+        let expected: Vec<u64> = (0..=7).chain([100]).chain(8..=14).chain([101, 15, 16, 102]).collect();
         assert_eq!(order, expected, "{kind:?}");
     }
 }
@@ -568,10 +518,7 @@ fn reads_pass_writes_that_are_stuck() {
         answer.outcome.unwrap();
     }
     let load = engine.load();
-    assert_eq!(
-        (load.in_flight, load.queued_writes, device.waiting()),
-        (12, 88, 12)
-    );
+    assert_eq!((load.in_flight, load.queued_writes, device.waiting()), (12, 88, 12));
     device.resume();
     for _ in 0..100 {
         inbox.next().outcome.unwrap();
@@ -608,10 +555,7 @@ fn a_stalled_drive_is_seen_and_left_behind() {
             assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
         }
         let load = engine.load();
-        assert_eq!(
-            (load.in_flight, load.oldest, load.queued_reads),
-            (2, Some(oldest), 0)
-        );
+        assert_eq!((load.in_flight, load.oldest, load.queued_reads), (2, Some(oldest), 0));
         assert_eq!(slots.free(), 3, "buffers in flight stay taken");
         assert!(inbox.rx.is_empty());
         drop(engine);
@@ -622,9 +566,7 @@ fn a_stalled_drive_is_seen_and_left_behind() {
             answer.outcome.unwrap();
             assert!(answer.buf.iter().all(|&b| b == 9));
         }
-        eventually("the engine lets go of the device", || {
-            Arc::strong_count(&device) == 1
-        });
+        eventually("the engine lets go of the device", || Arc::strong_count(&device) == 1);
         assert_eq!(slots.free(), 5);
     }
 }
@@ -785,11 +727,7 @@ fn no_space_is_reported() {
         }
     }
     for kind in BOTH {
-        let full = File::options()
-            .read(true)
-            .write(true)
-            .open("/dev/full")
-            .unwrap();
+        let full = File::options().read(true).write(true).open("/dev/full").unwrap();
         let Some(engine) = start(Arc::new(Full(full)), kind, 4) else {
             continue;
         };
@@ -797,11 +735,7 @@ fn no_space_is_reported() {
         let inbox = Inbox::new();
         engine.submit(inbox.request(1, Op::Write, 0, BLOCK, slots.try_take().unwrap()));
         let answer = inbox.next();
-        assert_eq!(
-            answer.outcome.unwrap_err().raw_os_error(),
-            Some(libc::ENOSPC),
-            "{kind:?}"
-        );
+        assert_eq!(answer.outcome.unwrap_err().raw_os_error(), Some(libc::ENOSPC), "{kind:?}");
         engine.submit(inbox.request(2, Op::Read, 0, BLOCK, answer.buf));
         inbox.next().outcome.unwrap();
     }
@@ -815,10 +749,7 @@ fn a_failing_medium_is_reported() {
     }
     for kind in BOTH {
         let drive = LoopDrive::new(DRIVE, 512);
-        let options = OpenOptions {
-            direct: DirectIo::On,
-            ..OpenOptions::default()
-        };
+        let options = OpenOptions { direct: DirectIo::On, ..OpenOptions::default() };
         let device = device::open(drive.node(), &options).unwrap();
         let Some(engine) = start(Arc::new(device), kind, 4) else {
             continue;
@@ -860,9 +791,7 @@ fn faults_hit_what_they_are_meant_for() {
         times: 2,
         effect: Effect::Errno(libc::EIO),
     });
-    let outcomes: Vec<bool> = (0..4)
-        .map(|_| go(Op::Read, 10 * MIB, 0).0.is_ok())
-        .collect();
+    let outcomes: Vec<bool> = (0..4).map(|_| go(Op::Read, 10 * MIB, 0).0.is_ok()).collect();
     assert_eq!(outcomes, [true, false, false, true]);
     device.inject(Fault::every(Calls::WRITES, Effect::Errno(libc::ENOSPC)));
     let (outcome, _) = go(Op::Write, 0, 2);
@@ -874,10 +803,7 @@ fn faults_hit_what_they_are_meant_for() {
 
     device.heal();
     device.inject(Fault::every(Calls::WRITES, Effect::Short));
-    assert_eq!(
-        go(Op::Write, 0, 3).0.unwrap_err().kind(),
-        io::ErrorKind::WriteZero
-    );
+    assert_eq!(go(Op::Write, 0, 3).0.unwrap_err().kind(), io::ErrorKind::WriteZero);
     device.heal();
     let (_, buf) = go(Op::Read, 0, 0);
     assert!(buf[..SLOT / 2].iter().all(|&b| b == 3) && buf[SLOT / 2..].iter().all(|&b| b == 1));
@@ -889,10 +815,7 @@ fn faults_hit_what_they_are_meant_for() {
     device.inject(Fault::every(Calls::READS, Effect::Lie));
     let (outcome, lie) = go(Op::Read, 0, 0);
     outcome.unwrap();
-    let wrong = lie
-        .iter()
-        .enumerate()
-        .filter(|&(i, &b)| b != if i < SLOT / 2 { 3 } else { 1 });
+    let wrong = lie.iter().enumerate().filter(|&(i, &b)| b != if i < SLOT / 2 { 3 } else { 1 });
     assert_eq!(wrong.count(), 1);
 }
 
@@ -923,10 +846,7 @@ fn a_panic_in_a_device_is_an_error() {
     for _ in 0..10 {
         engine.submit(inbox.request(0, Op::Read, 0, BLOCK, slots.try_take().unwrap()));
         let error = inbox.next().outcome.unwrap_err();
-        assert!(
-            error.to_string().contains("a device of this test"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("a device of this test"), "{error}");
     }
     engine.submit(inbox.request(0, Op::Write, 0, BLOCK, slots.try_take().unwrap()));
     inbox.next().outcome.unwrap();

@@ -23,24 +23,14 @@ const MIB: u64 = 1 << 20;
 
 /// A child process that another test is just starting has our files open until its exec: be patient.
 fn options(file_bytes: u64) -> OpenOptions {
-    OpenOptions {
-        file_bytes,
-        direct: DirectIo::Auto,
-        patience: Duration::from_secs(60),
-    }
+    OpenOptions { file_bytes, direct: DirectIo::Auto, patience: Duration::from_secs(60) }
 }
 
 /// Opening and inspecting fail alike: with this kind, and a text that has all of `words`.
 #[track_caller]
 fn refused(path: &Path, options: &OpenOptions, kind: ErrorKind, words: &[&str]) {
-    let options = &OpenOptions {
-        patience: Duration::ZERO,
-        ..options.clone()
-    };
-    let failures = [
-        inspect(path, options).err(),
-        device::open(path, options).err(),
-    ];
+    let options = &OpenOptions { patience: Duration::ZERO, ..options.clone() };
+    let failures = [inspect(path, options).err(), device::open(path, options).err()];
     for (failure, how) in failures.into_iter().zip(["inspect", "open"]) {
         let error = failure.unwrap_or_else(|| panic!("{how} took {}", path.display()));
         assert_eq!(error.kind(), kind, "{how}: {error}");
@@ -87,10 +77,7 @@ fn an_existing_file_is_taken_as_it_is() {
     device.set_direct(DirectIo::On, false).unwrap();
     assert_eq!(fs::metadata(&path).unwrap().modified().unwrap(), before);
     device.set_direct(DirectIo::On, true).unwrap();
-    assert!(
-        fs::metadata(&path).unwrap().modified().unwrap() > before,
-        "the trial write"
-    );
+    assert!(fs::metadata(&path).unwrap().modified().unwrap() > before, "the trial write");
     drop(device);
     assert!(fs::read(&path).unwrap() == content);
 }
@@ -111,37 +98,17 @@ fn what_cannot_be_a_store_is_refused() {
     let scratch = drives::scratch();
     let at = |name: &str| scratch.path().join(name);
     let options = options(4 * MIB);
-    refused(
-        Path::new("/dev/null"),
-        &options,
-        ErrorKind::Invalid,
-        &["character device"],
-    );
+    refused(Path::new("/dev/null"), &options, ErrorKind::Invalid, &["character device"]);
     let _listener = UnixListener::bind(at("socket")).unwrap();
     refused(&at("socket"), &options, ErrorKind::Invalid, &["a socket"]);
     symlink("nowhere", at("link")).unwrap();
     refused(&at("link"), &options, ErrorKind::Invalid, &["link"]);
-    refused(
-        Path::new("/dev/nvme77n1"),
-        &options,
-        ErrorKind::Invalid,
-        &["no such device", "lsblk"],
-    );
+    refused(Path::new("/dev/nvme77n1"), &options, ErrorKind::Invalid, &["no such device", "lsblk"]);
     File::create(at("file")).unwrap();
-    refused(
-        &at("file/below"),
-        &options,
-        ErrorKind::Io,
-        &["not a folder", "LMC_XKV_STORE"],
-    );
+    refused(&at("file/below"), &options, ErrorKind::Io, &["not a folder", "LMC_XKV_STORE"]);
     refused(Path::new(""), &options, ErrorKind::Invalid, &["empty"]);
     fs::create_dir_all(at("folder").join(STORE_FILE)).unwrap();
-    refused(
-        &at("folder"),
-        &options,
-        ErrorKind::Invalid,
-        &[STORE_FILE, "a folder"],
-    );
+    refused(&at("folder"), &options, ErrorKind::Invalid, &[STORE_FILE, "a folder"]);
     assert!(!fs::exists("/dev/nvme77n1").unwrap());
 }
 
@@ -158,12 +125,7 @@ fn a_link_to_a_folder_is_that_folder() {
 fn a_second_opener_is_refused_until_the_first_is_gone() {
     let scratch = drives::scratch();
     let first = device::open(scratch.path(), &options(4 * MIB)).unwrap();
-    refused(
-        scratch.path(),
-        &options(4 * MIB),
-        ErrorKind::InUse,
-        &["in use", "fuser -v"],
-    );
+    refused(scratch.path(), &options(4 * MIB), ErrorKind::InUse, &["in use", "fuser -v"]);
     std::thread::scope(|scope| {
         let second = scope.spawn(|| device::open(scratch.path(), &options(4 * MIB)));
         drop(first);
@@ -191,10 +153,7 @@ fn inspecting_changes_nothing() {
     let scratch = drives::scratch();
     let folder = scratch.path().join("x/y");
     let found = inspect(&folder, &options(4 * MIB)).unwrap();
-    assert_eq!(
-        (&found.target, found.size),
-        (&Target::Folder(folder.clone()), None)
-    );
+    assert_eq!((&found.target, found.size), (&Target::Folder(folder.clone()), None));
     assert!(found.free.unwrap() >= 4 * MIB);
     assert!(open_read_only(&folder).unwrap().is_none());
     assert_eq!(snapshot(scratch.path()), []);
@@ -226,10 +185,7 @@ fn a_file_that_does_not_fit_is_not_begun() {
     fs::create_dir(&folder).unwrap();
     refused(&folder, &options(9 * MIB), ErrorKind::TooSmall, &words);
     assert_eq!(snapshot(&folder), []);
-    assert_eq!(
-        device::open(&folder, &options(6 * MIB)).unwrap().size(),
-        6 * MIB
-    );
+    assert_eq!(device::open(&folder, &options(6 * MIB)).unwrap().size(), 6 * MIB);
 }
 
 #[test]
@@ -251,11 +207,7 @@ fn reserving_takes_real_space_or_says_what_is_missing() {
     let error = device.reserve(0, 8 * MIB).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TooSmall);
     let text = error.to_string();
-    for word in [
-        &(8 * MIB).to_string(),
-        &(5 * MIB).to_string(),
-        "LMC_XKV_STORE_GB",
-    ] {
+    for word in [&(8 * MIB).to_string(), &(5 * MIB).to_string(), "LMC_XKV_STORE_GB"] {
         assert!(text.contains(word), "{word} is not in {text}");
     }
 }
@@ -329,20 +281,14 @@ fn direct_io_falls_back_where_the_filesystem_refuses_it() {
     assert_eq!(read, block);
     let error = device.set_direct(DirectIo::On, true).unwrap_err();
     assert_eq!(error.errno(), Some(libc::EINVAL));
-    assert!(
-        error.to_string().contains(path.to_str().unwrap()),
-        "{error}"
-    );
+    assert!(error.to_string().contains(path.to_str().unwrap()), "{error}");
 }
 
 /// What the kernel itself says about the descriptor.
 fn bypasses_the_page_cache(device: &FileDevice) -> bool {
     let path = format!("/proc/self/fdinfo/{}", device.fd().unwrap());
     let info = fs::read_to_string(path).unwrap();
-    let flags = info
-        .lines()
-        .find_map(|line| line.strip_prefix("flags:"))
-        .unwrap();
+    let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap();
     i32::from_str_radix(flags.trim(), 8).unwrap() & libc::O_DIRECT != 0
 }
 
@@ -389,12 +335,7 @@ fn a_block_device_is_taken_whole_and_alone() {
         assert_eq!(device.size(), 16 * MIB);
         assert!(is_blank(&device).unwrap());
         device.reserve(0, MIB).unwrap();
-        refused(
-            drive.node(),
-            &options(MIB),
-            ErrorKind::InUse,
-            &["in use", "lsblk", "fuser -v"],
-        );
+        refused(drive.node(), &options(MIB), ErrorKind::InUse, &["in use", "lsblk", "fuser -v"]);
         let looking = open_read_only(drive.node()).unwrap().unwrap();
         assert_eq!(looking.size(), 16 * MIB);
         drop(device);
@@ -407,10 +348,8 @@ fn foreign_drives_are_recognised_and_not_changed() {
     if !drives::possible() {
         return;
     }
-    let formats: [(&[&str], &str); 2] = [
-        (&["mkfs.ext4", "-q"], "an ext2/3/4 filesystem"),
-        (&["mkswap"], "swap space"),
-    ];
+    let formats: [(&[&str], &str); 2] =
+        [(&["mkfs.ext4", "-q"], "an ext2/3/4 filesystem"), (&["mkswap"], "swap space")];
     for (command, name) in formats {
         let drive = LoopDrive::new(16 * MIB, 512);
         let arguments = [&command[1..], &[drive.node().to_str().unwrap()]].concat();
@@ -435,12 +374,7 @@ fn a_mounted_drive_is_refused() {
     let node = drive.node().to_str().unwrap();
     drives::run("mkfs.ext4", &["-q", node]);
     let _mount = Mount::new(&[node]);
-    refused(
-        drive.node(),
-        &options(MIB),
-        ErrorKind::InUse,
-        &["mounted", "lsblk", "fuser -v"],
-    );
+    refused(drive.node(), &options(MIB), ErrorKind::InUse, &["mounted", "lsblk", "fuser -v"]);
     assert!(open_read_only(drive.node()).unwrap().is_some());
 }
 
@@ -468,17 +402,9 @@ fn signatures_are_named() {
         (0, b"LUKS\xba\xbe", "a LUKS volume"),
         (4096, b"\xfc\x4e\x2b\xa9", "a Linux RAID member"),
         (16 * MIB - 8192, b"\xfc\x4e\x2b\xa9", "a Linux RAID member"),
-        (
-            16 * MIB - 65_536,
-            b"\xfc\x4e\x2b\xa9",
-            "a Linux RAID member",
-        ),
+        (16 * MIB - 65_536, b"\xfc\x4e\x2b\xa9", "a Linux RAID member"),
         (512, b"EFI PART", "a GPT partition table"),
-        (
-            16 * MIB - 512,
-            b"EFI PART",
-            "a GPT partition table (the copy at the end)",
-        ),
+        (16 * MIB - 512, b"EFI PART", "a GPT partition table (the copy at the end)"),
         (510, b"\x55\xaa", "an MBR partition table"),
         (131_072 + 2048, b"\x0c\xb1\xba\0\0\0\0\0", "a ZFS member"),
         (131_072, b"\0\0\0\0\0\xba\xb1\x0c", "a ZFS member"),
@@ -506,10 +432,7 @@ fn a_replaced_file_is_noticed() {
     File::create_new(&path).unwrap().set_len(4 * MIB).unwrap();
     let first = device::open(&path, &options(4 * MIB)).unwrap();
     fs::remove_file(&path).unwrap();
-    File::create_new(&path)
-        .unwrap()
-        .write_all(&[5; 2 * MIB as usize])
-        .unwrap();
+    File::create_new(&path).unwrap().write_all(&[5; 2 * MIB as usize]).unwrap();
     let second: Result<FileDevice> = device::open(&path, &options(4 * MIB));
     assert_eq!(second.unwrap().size(), 2 * MIB);
     assert_eq!(first.size(), 4 * MIB);

@@ -55,9 +55,7 @@ fn check(store: &Store, expected: &HashMap<u8, Expected>) {
             }
         };
         let allowed = std::iter::once(&expected.acknowledged).chain(&expected.possible);
-        let right = allowed
-            .into_iter()
-            .any(|a| a.map(|(version, len)| data(k, version, len)) == found);
+        let right = allowed.into_iter().any(|a| a.map(|(version, len)| data(k, version, len)) == found);
         assert!(right, "key {k}: {:?} bytes found", found.map(|f| f.len()));
         sizes.extend(found.map(|f| f.len() as u64));
     }
@@ -70,16 +68,9 @@ fn check(store: &Store, expected: &HashMap<u8, Expected>) {
 fn run(steps: &[Step], drives: usize, writes: u64, seed: u64) {
     let base: Vec<Arc<MemoryDevice>> = (0..drives).map(|_| MemoryDevice::new(6 * MIB)).collect();
     // The store exists before the power can fail.
-    drop(open_on(
-        &base
-            .iter()
-            .map(|d| d.clone() as Arc<dyn Device>)
-            .collect::<Vec<_>>(),
-        &config(),
-    ));
+    drop(open_on(&base.iter().map(|d| d.clone() as Arc<dyn Device>).collect::<Vec<_>>(), &config()));
     let crash: Vec<Arc<CrashDevice>> = base.iter().map(|image| CrashDevice::new(image)).collect();
-    let devices: Vec<Arc<dyn Device>> =
-        crash.iter().map(|d| d.clone() as Arc<dyn Device>).collect();
+    let devices: Vec<Arc<dyn Device>> = crash.iter().map(|d| d.clone() as Arc<dyn Device>).collect();
     let mut store = open_on(&devices, &config());
     for drive in &crash {
         drive.freeze_after(writes);
@@ -92,10 +83,7 @@ fn run(steps: &[Step], drives: usize, writes: u64, seed: u64) {
                 let entry = expected.entry(k).or_default();
                 match put(&store, &key([k]), &data(k, version, len)) {
                     Put::Stored => {
-                        *entry = Expected {
-                            acknowledged: Some((version, len)),
-                            possible: Vec::new(),
-                        }
+                        *entry = Expected { acknowledged: Some((version, len)), possible: Vec::new() }
                     }
                     Put::Present => {}
                     _ => entry.possible.push(Some((version, len))),
@@ -111,10 +99,7 @@ fn run(steps: &[Step], drives: usize, writes: u64, seed: u64) {
             Step::Get(k) => {
                 if let Get::Data(found) = get(&store, &key([k])) {
                     let acknowledged = expected.get(&k).and_then(|e| e.acknowledged);
-                    assert_eq!(
-                        acknowledged.map(|(version, len)| data(k, version, len)),
-                        Some(found)
-                    );
+                    assert_eq!(acknowledged.map(|(version, len)| data(k, version, len)), Some(found));
                 }
             }
             Step::Reopen if crash.iter().all(|drive| !drive.is_frozen()) => {
@@ -139,11 +124,8 @@ fn verify(crash: &[Arc<CrashDevice>], expected: &HashMap<u8, Expected>, seed: u6
     let images: [fn(&CrashDevice, u64) -> Arc<MemoryDevice>; 3] =
         [|d, _| d.live(), |d, _| d.durable(), |d, seed| d.crash(seed)];
     for image in images {
-        let devices: Vec<Arc<dyn Device>> = crash
-            .iter()
-            .zip(seed..)
-            .map(|(d, seed)| image(d, seed) as Arc<dyn Device>)
-            .collect();
+        let devices: Vec<Arc<dyn Device>> =
+            crash.iter().zip(seed..).map(|(d, seed)| image(d, seed) as Arc<dyn Device>).collect();
         let store = open_on(&devices, &config());
         check(&store, expected);
         drop(store);
@@ -156,16 +138,8 @@ fn verify(crash: &[Arc<CrashDevice>], expected: &HashMap<u8, Expected>, seed: u6
 
 /// A short campaign by default; `PROPTEST_CASES` sets its length.
 fn campaign() -> ProptestConfig {
-    let cases = std::env::var("PROPTEST_CASES")
-        .ok()
-        .and_then(|cases| cases.parse().ok())
-        .unwrap_or(96);
-    ProptestConfig {
-        cases,
-        max_shrink_iters: 200,
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    }
+    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(96);
+    ProptestConfig { cases, max_shrink_iters: 200, failure_persistence: None, ..ProptestConfig::default() }
 }
 
 proptest! {
@@ -210,11 +184,7 @@ fn many_writers_lose_nothing_when_the_power_goes() {
             writers.into_iter().map(|w| w.join().unwrap()).collect()
         });
         let acknowledged: Vec<u64> = acknowledged.into_iter().flatten().collect();
-        assert!(
-            crash.is_frozen() && !acknowledged.is_empty(),
-            "round {round}: {}",
-            acknowledged.len()
-        );
+        assert!(crash.is_frozen() && !acknowledged.is_empty(), "round {round}: {}", acknowledged.len());
         drop(store);
         for seed in 0..4 {
             let store = open_on(&[crash.crash(seed)], &config());

@@ -31,10 +31,7 @@ pub fn key(name: impl AsRef<[u8]>) -> ObjectKey {
 
 /// A small store: 4 KiB fragments.
 pub fn config() -> StoreConfig {
-    StoreConfig {
-        fragment_bytes: Some(4096),
-        ..StoreConfig::default()
-    }
+    StoreConfig { fragment_bytes: Some(4096), ..StoreConfig::default() }
 }
 
 pub fn open_on(devices: &[Arc<dyn Device>], config: &StoreConfig) -> Store {
@@ -61,9 +58,7 @@ pub fn put(store: &Store, key: &ObjectKey, data: &[u8]) -> Put {
             Begin::NoSpace => return Put::NoSpace,
             Begin::ReadOnly => return Put::ReadOnly,
             Begin::Busy => return Put::Busy,
-            Begin::Wait if Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(1))
-            }
+            Begin::Wait if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(1)),
             Begin::Wait => return Put::Failed("no room within ten seconds".into()),
         }
     };
@@ -77,9 +72,8 @@ pub fn put(store: &Store, key: &ObjectKey, data: &[u8]) -> Put {
             match pool.try_take() {
                 Some(buf) => break buf,
                 None => {
-                    let outcome: std::io::Result<()> = rx
-                        .recv_timeout(Duration::from_secs(10))
-                        .expect("the write ends");
+                    let outcome: std::io::Result<()> =
+                        rx.recv_timeout(Duration::from_secs(10)).expect("the write ends");
                     failed = failed.or(outcome.err());
                     outstanding -= 1;
                 }
@@ -100,9 +94,7 @@ pub fn put(store: &Store, key: &ObjectKey, data: &[u8]) -> Put {
         outstanding += 1;
     }
     for _ in 0..outstanding {
-        let outcome = rx
-            .recv_timeout(Duration::from_secs(10))
-            .expect("the write ends");
+        let outcome = rx.recv_timeout(Duration::from_secs(10)).expect("the write ends");
         failed = failed.or(outcome.err());
     }
     if let Some(error) = failed {
@@ -110,10 +102,7 @@ pub fn put(store: &Store, key: &ObjectKey, data: &[u8]) -> Put {
     }
     let (tx, rx) = channel::<Result<(), Error>>();
     txn.commit(sums, Box::new(move |outcome| _ = tx.send(outcome)));
-    match rx
-        .recv_timeout(Duration::from_secs(10))
-        .expect("the commit is answered")
-    {
+    match rx.recv_timeout(Duration::from_secs(10)).expect("the commit is answered") {
         Ok(()) => Put::Stored,
         Err(error) => Put::Failed(error.to_string()),
     }
@@ -130,12 +119,7 @@ pub enum Get {
 impl std::fmt::Debug for Get {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Get::Data(data) => write!(
-                f,
-                "{} bytes {:02x?}...",
-                data.len(),
-                &data[..data.len().min(16)]
-            ),
+            Get::Data(data) => write!(f, "{} bytes {:02x?}...", data.len(), &data[..data.len().min(16)]),
             Get::Absent => f.write_str("absent"),
             Get::Discarded => f.write_str("discarded"),
         }
@@ -151,14 +135,8 @@ pub fn get(store: &Store, key: &ObjectKey) -> Get {
     let mut data = Vec::with_capacity(lease.size() as usize);
     for i in 0..lease.fragments() {
         let (tx, rx) = channel();
-        lease.read(
-            i,
-            pool.try_take().unwrap(),
-            Box::new(move |buf, outcome| _ = tx.send((buf, outcome))),
-        );
-        let (buf, outcome) = rx
-            .recv_timeout(Duration::from_secs(10))
-            .expect("the read ends");
+        lease.read(i, pool.try_take().unwrap(), Box::new(move |buf, outcome| _ = tx.send((buf, outcome))));
+        let (buf, outcome) = rx.recv_timeout(Duration::from_secs(10)).expect("the read ends");
         let piece = &buf[..lease.fragment_len(i)];
         if outcome.is_err() || fragment_sums(key.digest(), i, piece) != lease.sums(i) {
             store.discard(&lease);
@@ -173,9 +151,7 @@ pub fn get(store: &Store, key: &ObjectKey) -> Get {
 pub fn remove(store: &Store, key: &ObjectKey) -> Result<bool, String> {
     let (tx, rx) = channel();
     store.remove(key, Box::new(move |outcome| _ = tx.send(outcome)));
-    rx.recv_timeout(Duration::from_secs(10))
-        .expect("the removal is answered")
-        .map_err(|e| e.to_string())
+    rx.recv_timeout(Duration::from_secs(10)).expect("the removal is answered").map_err(|e| e.to_string())
 }
 
 /// Waits until `done` holds.
@@ -189,8 +165,5 @@ pub fn await_until(what: &str, mut done: impl FnMut() -> bool) {
 
 /// Slots that all live objects take, from their own sizes.
 pub fn slots_of(sizes: impl IntoIterator<Item = u64>, fragment_bytes: u64) -> u64 {
-    sizes
-        .into_iter()
-        .map(|size| size.div_ceil(fragment_bytes))
-        .sum()
+    sizes.into_iter().map(|size| size.div_ceil(fragment_bytes)).sum()
 }

@@ -25,10 +25,7 @@ pub fn scratch() -> tempfile::TempDir {
 pub fn run(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output().unwrap();
     let messages = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        output.status.success(),
-        "{program} {arguments:?}: {messages}"
-    );
+    assert!(output.status.success(), "{program} {arguments:?}: {messages}");
     String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
@@ -48,11 +45,7 @@ impl LoopDrive {
         let sector = sector.to_string();
         let arguments = ["-f", "--show", "-b", &sector, file.to_str().unwrap()];
         let node = PathBuf::from(run("losetup", &arguments));
-        Self {
-            node,
-            file,
-            _folder: folder,
-        }
+        Self { node, file, _folder: folder }
     }
 
     /// The device node.
@@ -62,11 +55,7 @@ impl LoopDrive {
 
     /// The file below it.
     pub fn file(&self) -> File {
-        File::options()
-            .read(true)
-            .write(true)
-            .open(&self.file)
-            .unwrap()
+        File::options().read(true).write(true).open(&self.file).unwrap()
     }
 }
 

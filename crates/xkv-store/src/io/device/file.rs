@@ -31,13 +31,7 @@ pub struct FileDevice {
 
 impl FileDevice {
     /// Wraps an open, locked file of `size` bytes. Buffered until [`FileDevice::set_direct`].
-    pub(super) fn new(
-        file: File,
-        path: &Path,
-        size: u64,
-        block_device: bool,
-        created: bool,
-    ) -> Self {
+    pub(super) fn new(file: File, path: &Path, size: u64, block_device: bool, created: bool) -> Self {
         Self {
             file,
             path: path.to_owned(),
@@ -113,11 +107,9 @@ impl FileDevice {
             .try_take()
             .expect("a new pool has its slot");
         self.set_flag(true).map_err(|e| ("O_DIRECT", e))?;
-        self.read_at(&mut block, SCRATCH_OFFSET)
-            .map_err(|e| ("trial read", e))?;
+        self.read_at(&mut block, SCRATCH_OFFSET).map_err(|e| ("trial read", e))?;
         if ours {
-            self.write_at(&block, SCRATCH_OFFSET)
-                .map_err(|e| ("trial write", e))?;
+            self.write_at(&block, SCRATCH_OFFSET).map_err(|e| ("trial write", e))?;
         }
         Ok(())
     }
@@ -179,8 +171,7 @@ impl Device for FileDevice {
         while done < buf.len() {
             match self.file.read_at(&mut buf[done..], offset + done as u64) {
                 Ok(moved) => {
-                    done = resume_at(done, moved, self.is_direct())
-                        .ok_or(io::ErrorKind::UnexpectedEof)?;
+                    done = resume_at(done, moved, self.is_direct()).ok_or(io::ErrorKind::UnexpectedEof)?;
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => return Err(e),
@@ -194,8 +185,7 @@ impl Device for FileDevice {
         while done < buf.len() {
             match self.file.write_at(&buf[done..], offset + done as u64) {
                 Ok(moved) => {
-                    done =
-                        resume_at(done, moved, self.is_direct()).ok_or(io::ErrorKind::WriteZero)?;
+                    done = resume_at(done, moved, self.is_direct()).ok_or(io::ErrorKind::WriteZero)?;
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => return Err(e),

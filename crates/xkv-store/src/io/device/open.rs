@@ -32,11 +32,7 @@ pub struct OpenOptions {
 
 impl Default for OpenOptions {
     fn default() -> Self {
-        Self {
-            file_bytes: 16 << 30,
-            direct: DirectIo::Auto,
-            patience: Duration::from_secs(5),
-        }
+        Self { file_bytes: 16 << 30, direct: DirectIo::Auto, patience: Duration::from_secs(5) }
     }
 }
 
@@ -74,9 +70,7 @@ impl Target {
             }
             Err(e) => {
                 return Err(Error::io(
-                    format!(
-                        "{shown}: cannot be examined; check the path and the rights on its folders"
-                    ),
+                    format!("{shown}: cannot be examined; check the path and the rights on its folders"),
                     e,
                 ));
             }
@@ -89,9 +83,7 @@ impl Target {
         } else if kind.is_dir() {
             let file = path.join(STORE_FILE);
             match fs::metadata(&file) {
-                Ok(inner) if !inner.is_file() => {
-                    Err(not_a_store(&file, kind_name(inner.file_type())))
-                }
+                Ok(inner) if !inner.is_file() => Err(not_a_store(&file, kind_name(inner.file_type()))),
                 _ => Ok(Self::Folder(path.to_owned())),
             }
         } else {
@@ -183,32 +175,25 @@ pub fn open(path: &Path, options: &OpenOptions) -> Result<FileDevice> {
 fn open_block_device(path: &Path, patience: Duration) -> Result<FileDevice> {
     // Exclusive opens of a block device exclude one another and mounts, whatever device node or container they come
     // from; locks of files do not.
-    let file = retry(patience, || {
-        File::options()
-            .read(true)
-            .write(true)
-            .custom_flags(libc::O_EXCL)
-            .open(path)
-    })
-    .map_err(|e| cannot_open(path, true, e))?;
+    let file =
+        retry(patience, || File::options().read(true).write(true).custom_flags(libc::O_EXCL).open(path))
+            .map_err(|e| cannot_open(path, true, e))?;
     let size = block_device_size(path, &file)?;
     Ok(FileDevice::new(file, path, size, true, false))
 }
 
 fn block_device_size(path: &Path, file: &File) -> Result<u64> {
     let shown = path.display();
-    let failed =
-        |what: &str, e: io::Error| Error::io(format!("{shown}: cannot find out {what}"), e);
-    let sector = rustix::fs::ioctl_blksszget(file)
-        .map_err(|e| failed("the sector size", e.into()))? as usize;
+    let failed = |what: &str, e: io::Error| Error::io(format!("{shown}: cannot find out {what}"), e);
+    let sector = rustix::fs::ioctl_blksszget(file).map_err(|e| failed("the sector size", e.into()))? as usize;
     if sector > BLOCK {
         return Err(Error::new(
             ErrorKind::Invalid,
             format!("{shown}: sectors of {sector} bytes; a store needs {BLOCK} or fewer"),
         ));
     }
-    let size = rustix::fs::seek(file, rustix::fs::SeekFrom::End(0))
-        .map_err(|e| failed("the size", e.into()))?;
+    let size =
+        rustix::fs::seek(file, rustix::fs::SeekFrom::End(0)).map_err(|e| failed("the size", e.into()))?;
     if size == 0 {
         return Err(Error::new(
             ErrorKind::TooSmall,
@@ -243,9 +228,7 @@ fn make_folder(folder: &Path, options: &OpenOptions) -> Result<()> {
 
 /// Makes a new name survive a power cut, where the filesystem can do that.
 fn sync_folder(folder: Option<&Path>) {
-    let folder = folder
-        .filter(|f| !f.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
+    let folder = folder.filter(|f| !f.as_os_str().is_empty()).unwrap_or(Path::new("."));
     if let Err(e) = File::open(folder).and_then(|f| f.sync_all()) {
         tracing::debug!("{}: the folder cannot be flushed: {e}", folder.display());
     }
@@ -271,19 +254,10 @@ fn open_file(path: &Path, options: &OpenOptions, create: bool) -> Result<FileDev
     let examine = |e| Error::io(format!("{}: cannot be examined", path.display()), e);
     let found = file.metadata().map_err(examine)?.len();
     if found > 0 {
-        return Ok(FileDevice::new(
-            file,
-            path,
-            whole_blocks(found),
-            false,
-            false,
-        ));
+        return Ok(FileDevice::new(file, path, whole_blocks(found), false, false));
     }
     let size = whole_blocks(options.file_bytes);
-    let folder = path
-        .parent()
-        .filter(|f| !f.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
+    let folder = path.parent().filter(|f| !f.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let sized = check_free(path, folder, size).and_then(|()| {
         file.set_len(size).and_then(|()| file.sync_all()).map_err(|e| {
             Error::io(
@@ -315,17 +289,11 @@ fn is_still(path: &Path, file: &File) -> bool {
 }
 
 fn lock(file: &File) -> io::Result<()> {
-    Ok(rustix::fs::flock(
-        file,
-        FlockOperation::NonBlockingLockExclusive,
-    )?)
+    Ok(rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)?)
 }
 
 fn is_held(error: &io::Error) -> bool {
-    matches!(
-        error.raw_os_error(),
-        Some(libc::EBUSY | libc::EWOULDBLOCK | libc::EINTR)
-    )
+    matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EWOULDBLOCK | libc::EINTR))
 }
 
 /// Repeats `attempt` for up to `patience` while somebody else holds what it wants.
@@ -350,9 +318,7 @@ fn cannot_lock(path: &Path, error: io::Error) -> Error {
         );
     }
     Error::io(
-        format!(
-            "{shown}: the filesystem cannot lock the file; keep the store on a local filesystem"
-        ),
+        format!("{shown}: the filesystem cannot lock the file; keep the store on a local filesystem"),
         error,
     )
 }
@@ -379,15 +345,10 @@ fn cannot_open(path: &Path, writing: bool, error: io::Error) -> Error {
         Some(libc::ENXIO | libc::ENODEV | libc::ENOMEDIUM) => {
             "the device is not there; `lsblk` lists what there is"
         }
-        Some(libc::ENOSPC | libc::EDQUOT) => {
-            "free some space or choose another path (store, LMC_XKV_STORE)"
-        }
+        Some(libc::ENOSPC | libc::EDQUOT) => "free some space or choose another path (store, LMC_XKV_STORE)",
         _ => "check the path (store, LMC_XKV_STORE)",
     };
-    Error::io(
-        format!("{shown}: cannot be opened for {purpose}; {cure}"),
-        error,
-    )
+    Error::io(format!("{shown}: cannot be opened for {purpose}; {cure}"), error)
 }
 
 /// Free bytes of the filesystem of `folder` for this user.
@@ -397,12 +358,8 @@ fn free_bytes(folder: &Path) -> io::Result<u64> {
 }
 
 fn check_free(shown: &Path, folder: &Path, wanted: u64) -> Result<()> {
-    let free = free_bytes(folder).map_err(|e| {
-        Error::io(
-            format!("{}: cannot find out the free space", folder.display()),
-            e,
-        )
-    })?;
+    let free = free_bytes(folder)
+        .map_err(|e| Error::io(format!("{}: cannot find out the free space", folder.display()), e))?;
     if wanted > free {
         return Err(Error::new(
             ErrorKind::TooSmall,
@@ -418,11 +375,7 @@ fn check_free(shown: &Path, folder: &Path, wanted: u64) -> Result<()> {
 
 /// The nearest folder above `path` that exists.
 fn existing_ancestor(path: &Path) -> PathBuf {
-    path.ancestors()
-        .skip(1)
-        .find(|a| a.is_dir())
-        .unwrap_or(Path::new("."))
-        .to_owned()
+    path.ancestors().skip(1).find(|a| a.is_dir()).unwrap_or(Path::new(".")).to_owned()
 }
 
 /// What is at a path, found without changing anything.
@@ -445,63 +398,36 @@ pub fn inspect(path: &Path, options: &OpenOptions) -> Result<Inspection> {
     let file = target.file();
     if let Target::BlockDevice(path) = &target {
         writable(path)?;
-        let device = retry(options.patience, || {
-            File::options()
-                .read(true)
-                .custom_flags(libc::O_EXCL)
-                .open(path)
-        })
-        .map_err(|e| cannot_open(path, true, e))?;
+        let device =
+            retry(options.patience, || File::options().read(true).custom_flags(libc::O_EXCL).open(path))
+                .map_err(|e| cannot_open(path, true, e))?;
         let size = block_device_size(path, &device)?;
-        return Ok(Inspection {
-            target,
-            size: Some(size),
-            free: None,
-        });
+        return Ok(Inspection { target, size: Some(size), free: None });
     }
     let folder = if file.exists() {
         writable(&file)?;
         let opened = File::open(&file).map_err(|e| cannot_open(&file, false, e))?;
         retry(options.patience, || lock(&opened)).map_err(|e| cannot_lock(&file, e))?;
-        file.parent()
-            .filter(|f| !f.as_os_str().is_empty())
-            .unwrap_or(Path::new("."))
-            .to_owned()
+        file.parent().filter(|f| !f.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned()
     } else {
         let folder = existing_ancestor(&file);
         writable(&folder)?;
         folder
     };
-    let free = free_bytes(&folder).map_err(|e| {
-        Error::io(
-            format!("{}: cannot find out the free space", folder.display()),
-            e,
-        )
-    })?;
+    let free = free_bytes(&folder)
+        .map_err(|e| Error::io(format!("{}: cannot find out the free space", folder.display()), e))?;
     let found = fs::metadata(&file).map(|m| m.len()).unwrap_or(0);
     if found > 0 {
-        return Ok(Inspection {
-            target,
-            size: Some(whole_blocks(found)),
-            free: Some(free),
-        });
+        return Ok(Inspection { target, size: Some(whole_blocks(found)), free: Some(free) });
     }
     check_free(path, &folder, whole_blocks(options.file_bytes))?;
-    Ok(Inspection {
-        target,
-        size: None,
-        free: Some(free),
-    })
+    Ok(Inspection { target, size: None, free: Some(free) })
 }
 
 fn writable(path: &Path) -> Result<()> {
-    let wanted = if path.is_dir() {
-        Access::WRITE_OK | Access::EXEC_OK
-    } else {
-        Access::READ_OK | Access::WRITE_OK
-    };
-    rustix::fs::accessat(CWD, path, wanted, AtFlags::EACCESS)
-        .map_err(|e| cannot_open(path, true, e.into()))
+    let wanted =
+        if path.is_dir() { Access::WRITE_OK | Access::EXEC_OK } else { Access::READ_OK | Access::WRITE_OK };
+    rustix::fs::accessat(CWD, path, wanted, AtFlags::EACCESS).map_err(|e| cannot_open(path, true, e.into()))
 }
 
 /// Opens the device or file at `path` for reading only, without lock and buffered: to look at its headers. None when
@@ -521,9 +447,7 @@ pub fn open_read_only(path: &Path) -> Result<Option<FileDevice>> {
         let size = block_device_size(&path, &file)?;
         return Ok(Some(FileDevice::new(file, &path, size, true, false)));
     }
-    let size = file
-        .metadata()
-        .map_err(|e| Error::io(format!("{}: cannot be examined", path.display()), e))?
-        .len();
+    let size =
+        file.metadata().map_err(|e| Error::io(format!("{}: cannot be examined", path.display()), e))?.len();
     Ok((size > 0).then(|| FileDevice::new(file, &path, whole_blocks(size), false, false)))
 }

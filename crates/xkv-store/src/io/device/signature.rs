@@ -37,11 +37,7 @@ const MAGICS: &[(&str, u64, &[u8])] = &[
     ("an XFS filesystem", 0, b"XFSB"),
     ("a btrfs filesystem", 65_536 + 64, b"_BHRfS_M"),
     ("an f2fs filesystem", 1024, b"\x10\x20\xf5\xf2"),
-    (
-        "a bcachefs or bcache member",
-        4096 + 24,
-        b"\xc6\x85\x73\xf6\x4e\x1a\x45\xca",
-    ),
+    ("a bcachefs or bcache member", 4096 + 24, b"\xc6\x85\x73\xf6\x4e\x1a\x45\xca"),
     ("an LVM2 physical volume", 0, b"LABELONE"),
     ("an LVM2 physical volume", 512, b"LABELONE"),
     ("an LVM2 physical volume", 1024, b"LABELONE"),
@@ -76,25 +72,19 @@ const RAID_MAGIC: &[u8] = b"\xfc\x4e\x2b\xa9";
 /// [`is_blank`].
 pub fn signature(device: &dyn Device) -> Option<&'static str> {
     let find = |offset: u64, magic: &[u8]| holds(device, offset, magic).unwrap_or(false);
-    if let Some((name, ..)) = MAGICS
-        .iter()
-        .find(|(_, offset, magic)| find(*offset, magic))
-    {
+    if let Some((name, ..)) = MAGICS.iter().find(|(_, offset, magic)| find(*offset, magic)) {
         return Some(name);
     }
-    let zfs = ZFS_UBERBLOCKS.step_by(1024).any(|offset| {
-        find(offset, &ZFS_MAGIC.to_le_bytes()) || find(offset, &ZFS_MAGIC.to_be_bytes())
-    });
+    let zfs = ZFS_UBERBLOCKS
+        .step_by(1024)
+        .any(|offset| find(offset, &ZFS_MAGIC.to_le_bytes()) || find(offset, &ZFS_MAGIC.to_be_bytes()));
     if zfs {
         return Some("a ZFS member");
     }
     let size = device.size();
     let sectors = size / 512;
     // Positions of the superblock in versions 1.0 and 0.90, from the end.
-    let raid = [
-        (sectors.saturating_sub(16) & !7) * 512,
-        (size & !0xffff).saturating_sub(0x1_0000),
-    ];
+    let raid = [(sectors.saturating_sub(16) & !7) * 512, (size & !0xffff).saturating_sub(0x1_0000)];
     if raid.iter().any(|&offset| find(offset, RAID_MAGIC)) {
         return Some("a Linux RAID member");
     }

@@ -37,15 +37,8 @@ impl MemoryDevice {
     }
 
     fn empty(name: &str, size: u64) -> Self {
-        assert!(
-            size.is_multiple_of(BLOCK as u64),
-            "{size} is not a multiple of {BLOCK}"
-        );
-        Self {
-            name: name.into(),
-            size,
-            pieces: RwLock::default(),
-        }
+        assert!(size.is_multiple_of(BLOCK as u64), "{size} is not a multiple of {BLOCK}");
+        Self { name: name.into(), size, pieces: RwLock::default() }
     }
 
     /// An independent drive with the same contents.
@@ -59,9 +52,7 @@ impl MemoryDevice {
     pub fn flip(&self, offset: u64, mask: u8) {
         assert!(offset < self.size);
         let mut pieces = self.pieces.write();
-        let piece = pieces
-            .entry(offset / PIECE as u64)
-            .or_insert_with(new_piece);
+        let piece = pieces.entry(offset / PIECE as u64).or_insert_with(new_piece);
         piece[(offset % PIECE as u64) as usize] ^= mask;
     }
 
@@ -150,35 +141,15 @@ pub struct Calls {
 
 impl Calls {
     /// Reads alone.
-    pub const READS: Self = Self {
-        reads: true,
-        writes: false,
-        flushes: false,
-    };
+    pub const READS: Self = Self { reads: true, writes: false, flushes: false };
     /// Writes alone.
-    pub const WRITES: Self = Self {
-        reads: false,
-        writes: true,
-        flushes: false,
-    };
+    pub const WRITES: Self = Self { reads: false, writes: true, flushes: false };
     /// Flushes alone.
-    pub const FLUSHES: Self = Self {
-        reads: false,
-        writes: false,
-        flushes: true,
-    };
+    pub const FLUSHES: Self = Self { reads: false, writes: false, flushes: true };
     /// Everything.
-    pub const ALL: Self = Self {
-        reads: true,
-        writes: true,
-        flushes: true,
-    };
+    pub const ALL: Self = Self { reads: true, writes: true, flushes: true };
 
-    const NONE: Self = Self {
-        reads: false,
-        writes: false,
-        flushes: false,
-    };
+    const NONE: Self = Self { reads: false, writes: false, flushes: false };
 
     fn include(self, call: Self) -> bool {
         (self.reads && call.reads) || (self.writes && call.writes) || (self.flushes && call.flushes)
@@ -196,11 +167,7 @@ impl ThrottledDevice {
     /// Slows `inner` down to `bytes_per_second`.
     pub fn new(inner: Arc<dyn Device>, bytes_per_second: u64) -> Arc<Self> {
         assert!(bytes_per_second > 0);
-        Arc::new(Self {
-            inner,
-            bytes_per_second,
-            free_at: Mutex::new(Instant::now()),
-        })
+        Arc::new(Self { inner, bytes_per_second, free_at: Mutex::new(Instant::now()) })
     }
 
     fn wait(&self, bytes: usize) {
@@ -253,15 +220,8 @@ struct Stall {
 impl StallDevice {
     /// Wraps `inner`; nothing stalls yet.
     pub fn new(inner: Arc<dyn Device>) -> Arc<Self> {
-        let state = Mutex::new(Stall {
-            stalled: Calls::NONE,
-            waiting: 0,
-        });
-        Arc::new(Self {
-            inner,
-            state,
-            changed: Condvar::new(),
-        })
+        let state = Mutex::new(Stall { stalled: Calls::NONE, waiting: 0 });
+        Arc::new(Self { inner, state, changed: Condvar::new() })
     }
 
     /// From now on these calls, and no others, block.
@@ -361,13 +321,7 @@ pub struct Fault {
 impl Fault {
     /// Every such call fails from now on, wherever it goes.
     pub fn every(calls: Calls, effect: Effect) -> Self {
-        Self {
-            calls,
-            offsets: 0..u64::MAX,
-            after: 0,
-            times: u64::MAX,
-            effect,
-        }
+        Self { calls, offsets: 0..u64::MAX, after: 0, times: u64::MAX, effect }
     }
 }
 
@@ -380,10 +334,7 @@ pub struct FaultyDevice {
 impl FaultyDevice {
     /// Wraps `inner`, without a fault.
     pub fn new(inner: Arc<dyn Device>) -> Arc<Self> {
-        Arc::new(Self {
-            inner,
-            faults: Mutex::default(),
-        })
+        Arc::new(Self { inner, faults: Mutex::default() })
     }
 
     /// Adds a fault; the first one added that applies to a call decides.
@@ -637,12 +588,7 @@ mod tests {
         device.flip(offset, 0xff);
         let mut read = vec![1; 5 * BLOCK];
         copy.read_at(&mut read, offset - BLOCK as u64).unwrap();
-        assert!(
-            read[..BLOCK]
-                .iter()
-                .chain(&read[4 * BLOCK..])
-                .all(|&b| b == 0)
-        );
+        assert!(read[..BLOCK].iter().chain(&read[4 * BLOCK..]).all(|&b| b == 0));
         assert_eq!(read[BLOCK..4 * BLOCK], bytes);
         assert!(device.read_at(&mut read, 512).is_err());
         assert!(device.write_at(&bytes, DRIVE - BLOCK as u64).is_err());

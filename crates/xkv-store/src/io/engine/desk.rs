@@ -80,10 +80,7 @@ impl Desk {
         let block = BLOCK as u64;
         let len = request.len as u64;
         let whole = request.offset.is_multiple_of(block) && len.is_multiple_of(block) && len > 0;
-        let inside = request
-            .offset
-            .checked_add(len)
-            .is_some_and(|end| end <= self.size);
+        let inside = request.offset.checked_add(len).is_some_and(|end| end <= self.size);
         if whole && inside && request.len <= request.buf.len() {
             return Ok(());
         }
@@ -102,10 +99,7 @@ impl Desk {
     }
 
     fn closed(&self) -> io::Error {
-        io::Error::new(
-            io::ErrorKind::BrokenPipe,
-            format!("{}: the store is closed", self.device),
-        )
+        io::Error::new(io::ErrorKind::BrokenPipe, format!("{}: the store is closed", self.device))
     }
 
     /// Waits for the next request; none when the desk is closed.
@@ -195,10 +189,7 @@ impl Desk {
 impl State {
     fn take(&mut self) -> Option<Job> {
         let (_, request) = self.queue.pop()?;
-        let place = self
-            .free_places
-            .pop()
-            .expect("the queue keeps to the depth");
+        let place = self.free_places.pop().expect("the queue keeps to the depth");
         self.since[place] = Some(Instant::now());
         Some(Job { place, request })
     }

@@ -26,20 +26,15 @@ impl Pool {
         let pool = Self { desk: desk.clone() };
         for i in 0..threads {
             let (desk, device) = (desk.clone(), device.clone());
-            let spawned = std::thread::Builder::new()
-                .name(format!("xkv-io-{i}"))
-                .spawn(move || {
-                    serve(&desk, &*device);
-                    // Whoever waits for the last thread may open the device again.
-                    drop(device);
-                    desk.leave();
-                });
+            let spawned = std::thread::Builder::new().name(format!("xkv-io-{i}")).spawn(move || {
+                serve(&desk, &*device);
+                // Whoever waits for the last thread may open the device again.
+                drop(device);
+                desk.leave();
+            });
             if let Err(error) = spawned {
                 (i..threads).for_each(|_| pool.desk.leave());
-                return Err(Error::io(
-                    "cannot start a thread; raise the limit (ulimit -u)",
-                    error,
-                ));
+                return Err(Error::io("cannot start a thread; raise the limit (ulimit -u)", error));
             }
         }
         Ok(pool)
@@ -57,11 +52,7 @@ fn serve(desk: &Desk, device: &dyn Device) {
             }
         }));
         let outcome = moved.unwrap_or_else(|panic| {
-            Err(io::Error::other(format!(
-                "{}: {}",
-                device.name(),
-                panic_text(&*panic)
-            )))
+            Err(io::Error::other(format!("{}: {}", device.name(), panic_text(&*panic))))
         });
         desk.retire([(job.place, request.op)]);
         request.answer(outcome);

@@ -53,11 +53,7 @@ impl<T> ClassQueue<T> {
             return self.writes.pop_front().map(|item| (Op::Write, item));
         }
         let item = self.reads.pop_front()?;
-        self.reads_since_write = if self.writes.is_empty() {
-            0
-        } else {
-            self.reads_since_write + 1
-        };
+        self.reads_since_write = if self.writes.is_empty() { 0 } else { self.reads_since_write + 1 };
         self.reads_in_flight += 1;
         Some((Op::Read, item))
     }
@@ -73,11 +69,7 @@ impl<T> ClassQueue<T> {
     /// Writes that may be in flight: few while reads wait, and never all of the depth, so that a read that arrives
     /// next finds the device's queue short.
     fn write_limit(&self) -> usize {
-        if self.reads.is_empty() {
-            self.depth - self.depth / 4
-        } else {
-            (self.depth / 8).max(1)
-        }
+        if self.reads.is_empty() { self.depth - self.depth / 4 } else { (self.depth / 8).max(1) }
     }
 
     /// Everything that waits, reads first.
@@ -126,9 +118,7 @@ mod tests {
         for _ in 0..alone {
             queue.finish(Op::Write);
         }
-        let mix: Vec<Op> = std::iter::from_fn(|| queue.pop())
-            .map(|(op, _)| op)
-            .collect();
+        let mix: Vec<Op> = std::iter::from_fn(|| queue.pop()).map(|(op, _)| op).collect();
         assert_eq!(mix.len(), 32);
         assert_eq!(mix.iter().filter(|&&op| op == Op::Write).count(), 4);
     }

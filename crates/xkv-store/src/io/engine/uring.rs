@@ -45,10 +45,7 @@ impl Uring {
         let Some(fd) = device.fd() else {
             return Err(Error::new(
                 ErrorKind::Invalid,
-                format!(
-                    "{}: has no descriptor for io_uring; use the pool",
-                    device.name()
-                ),
+                format!("{}: has no descriptor for io_uring; use the pool", device.name()),
             ));
         };
         // Its first value completes the first read: the trial of the ring.
@@ -87,10 +84,7 @@ impl Uring {
         match ready_rx.recv() {
             Ok(Ok(())) => Ok(Self { desk, wake }),
             Ok(Err(error)) => Err(refused(error)),
-            Err(_) => Err(Error::new(
-                ErrorKind::Io,
-                "the io_uring thread ended before it began",
-            )),
+            Err(_) => Err(Error::new(ErrorKind::Io, "the io_uring thread ended before it began")),
         }
     }
 
@@ -211,11 +205,7 @@ impl Ring {
         loop {
             let closed = desk.sleep_or_take(&mut jobs);
             for Job { place, request } in jobs.drain(..) {
-                self.flights[place] = Some(Flight {
-                    request,
-                    done: 0,
-                    retries: 0,
-                });
+                self.flights[place] = Some(Flight { request, done: 0, retries: 0 });
                 self.to_push.push(place);
             }
             if closed && self.flights.iter().all(Option::is_none) && !self.wake_armed {
@@ -241,11 +231,7 @@ impl Ring {
             if finished.is_empty() {
                 continue;
             }
-            desk.retire(
-                finished
-                    .iter()
-                    .map(|(place, request, _)| (*place, request.op)),
-            );
+            desk.retire(finished.iter().map(|(place, request, _)| (*place, request.op)));
             for (_, request, outcome) in finished.drain(..) {
                 answer(request.done, request.buf, outcome);
             }
@@ -259,10 +245,7 @@ impl Ring {
             return;
         }
         let fd = types::Fd(self.wake.as_raw_fd());
-        let entry = opcode::Read::new(fd, self.wake_word.cast(), 8)
-            .offset(u64::MAX)
-            .build()
-            .user_data(WAKE);
+        let entry = opcode::Read::new(fd, self.wake_word.cast(), 8).offset(u64::MAX).build().user_data(WAKE);
         // SAFETY: the descriptor lives as long as `self.wake`; the word is freed only while no read of it is in
         // flight, and nobody else touches it.
         unsafe { self.push(&entry) };
@@ -272,19 +255,13 @@ impl Ring {
     fn push_transfers(&mut self) {
         let fd = types::Fd(self.fd);
         for place in std::mem::take(&mut self.to_push) {
-            let flight = self.flights[place]
-                .as_mut()
-                .expect("a place to push has its flight");
+            let flight = self.flights[place].as_mut().expect("a place to push has its flight");
             let offset = flight.request.offset + flight.done as u64;
             let rest = &mut flight.request.buf[flight.done..flight.request.len];
             let len = u32::try_from(rest.len()).expect("a slot is far below 4 GiB");
             let entry = match flight.request.op {
-                Op::Read => opcode::Read::new(fd, rest.as_mut_ptr(), len)
-                    .offset(offset)
-                    .build(),
-                Op::Write => opcode::Write::new(fd, rest.as_ptr(), len)
-                    .offset(offset)
-                    .build(),
+                Op::Read => opcode::Read::new(fd, rest.as_mut_ptr(), len).offset(offset).build(),
+                Op::Write => opcode::Write::new(fd, rest.as_ptr(), len).offset(offset).build(),
             };
             // SAFETY: the bytes belong to the flight, which stays in the table, untouched, until its completion is
             // seen; the table is never dropped. `serve` holds the device, and with it the descriptor.
@@ -309,15 +286,10 @@ impl Ring {
                 continue;
             }
             let place = completion.user_data() as usize;
-            let flight = self.flights[place]
-                .as_mut()
-                .expect("one completion per entry");
+            let flight = self.flights[place].as_mut().expect("one completion per entry");
             let outcome = match completion.result() {
                 moved if moved >= 0 => {
-                    match (
-                        resume_at(flight.done, moved as usize, direct),
-                        flight.request.op,
-                    ) {
+                    match (resume_at(flight.done, moved as usize, direct), flight.request.op) {
                         (Some(done), _) if done < flight.request.len => {
                             flight.done = done;
                             self.to_push.push(place);
@@ -351,10 +323,7 @@ impl Ring {
 /// A ring with the cheapest way of completing that the kernel knows.
 fn set_up(entries: u32) -> io::Result<IoUring> {
     let mut newest = IoUring::builder();
-    newest
-        .dontfork()
-        .setup_single_issuer()
-        .setup_defer_taskrun();
+    newest.dontfork().setup_single_issuer().setup_defer_taskrun();
     let mut plain = IoUring::builder();
     plain.dontfork();
     match newest.build(entries) {

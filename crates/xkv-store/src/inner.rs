@@ -1,0 +1,168 @@
+//! What a store's clones, transactions, leases and threads share.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use parking_lot::Mutex;
+
+use crate::alloc::Allocator;
+use crate::buf::SlotBuf;
+use crate::checksum::FragmentSums;
+use crate::commit::Commits;
+use crate::index::{Entry, Index};
+use crate::io::engine::IoDone;
+use crate::io::{BLOCK, Device, IoEngine, IoRequest, Op as IoOp};
+use crate::key::Digest;
+use crate::layout::Uuid;
+use crate::record::{self, manifest_bytes};
+use crate::recover::Live;
+use crate::signals::Signals;
+
+/// One drive: where its slots are, and what moves bytes.
+pub(crate) struct Drive {
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) engine: Arc<dyn IoEngine>,
+    pub(crate) slots_offset: u64,
+    /// Written to since the last flush.
+    pub(crate) dirty: AtomicBool,
+}
+
+#[derive(Default)]
+pub(crate) struct Counters {
+    pub(crate) committed: AtomicU64,
+    pub(crate) evicted: AtomicU64,
+    pub(crate) groups: AtomicU64,
+    pub(crate) removed: AtomicU64,
+    pub(crate) discarded: AtomicU64,
+    pub(crate) damaged: AtomicU64,
+    /// I/O operations completed, also failed ones.
+    pub(crate) io: AtomicU64,
+}
+
+/// What clones, transactions, leases and the threads share.
+pub(crate) struct Inner {
+    pub(crate) drives: Vec<Drive>,
+    pub(crate) allocator: Arc<Allocator>,
+    pub(crate) index: Index,
+    pub(crate) commits: Commits,
+    pub(crate) signals: Arc<Signals>,
+    pub(crate) counters: Counters,
+    /// Fragments of the largest object seen.
+    pub(crate) largest: AtomicUsize,
+    /// Largest group of log records, bytes.
+    pub(crate) group_limit: usize,
+    /// Failed flushes so far. A transaction that saw one cannot be committed: what it wrote may be lost.
+    pub(crate) flush_failures: AtomicU64,
+    pub(crate) id: Uuid,
+    pub(crate) fragment_bytes: usize,
+    pub(crate) live_limit: u64,
+    pub(crate) read_only: AtomicBool,
+    pub(crate) closed: AtomicBool,
+    /// Objects used since the log heard of them.
+    pub(crate) touched: Mutex<Vec<Digest>>,
+}
+
+impl Inner {
+    pub(crate) fn read_only(&self) -> bool {
+        self.read_only.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn set_read_only(&self, error: &io::Error) {
+        if !self.read_only.swap(true, Ordering::SeqCst) {
+            tracing::error!(
+                drive = self.drives[0].device.name(),
+                %error,
+                "the manifest log failed; the store is read-only, serves what it has, and tries again every few seconds"
+            );
+        }
+    }
+
+    pub(crate) fn set_writable(&self) {
+        self.read_only.store(false, Ordering::SeqCst);
+        self.signals.changed();
+    }
+
+    /// Manifest bytes above which the evictor makes room, when somebody waits for `wanted` more.
+    pub(crate) fn manifest_goal(&self, wanted: u64) -> u64 {
+        (self.live_limit / 10 * 9).min(self.live_limit.saturating_sub(wanted))
+    }
+
+    /// Flushes every drive that was written to.
+    pub(crate) fn flush(&self) -> io::Result<()> {
+        let dirty: Vec<&Drive> =
+            self.drives.iter().filter(|drive| drive.dirty.swap(false, Ordering::SeqCst)).collect();
+        let flush = |drive: &&Drive| {
+            drive.device.flush().inspect_err(|error| {
+                drive.dirty.store(true, Ordering::SeqCst);
+                self.flush_failures.fetch_add(1, Ordering::SeqCst);
+                tracing::error!(drive = drive.device.name(), %error, "flush failed; stores since the last one are refused");
+            })
+        };
+        match &dirty[..] {
+            [] => Ok(()),
+            [one] => flush(one),
+            many => std::thread::scope(|scope| {
+                let running: Vec<_> = many.iter().map(|drive| scope.spawn(|| flush(drive))).collect();
+                let ended: Vec<_> = running
+                    .into_iter()
+                    .map(|flush| flush.join().unwrap_or_else(|_| Err(io::Error::other("the flush panicked"))))
+                    .collect();
+                ended.into_iter().collect()
+            }),
+        }
+    }
+
+    /// Appends records of uses that the log has not heard of, up to `limit` bytes.
+    pub(crate) fn put_touched(&self, records: &mut Vec<u8>, limit: usize) {
+        let mut touched = std::mem::take(&mut *self.touched.lock());
+        let start = records.len();
+        while records.len() - start + record::HEADER + 40 <= limit {
+            let Some(digest) = touched.pop() else { break };
+            if let Some(entry) = self.index.by_digest(&digest) {
+                entry.touched.store(false, Ordering::Relaxed);
+                record::put_touch(records, &digest, entry.recency.load(Ordering::Relaxed));
+            }
+        }
+        if !touched.is_empty() {
+            self.touched.lock().append(&mut touched);
+        }
+    }
+
+    pub(crate) fn fragments(&self, size: u64) -> u64 {
+        size.div_ceil(self.fragment_bytes as u64)
+    }
+
+    pub(crate) fn fragment_len(&self, size: u64, index: u32) -> usize {
+        let start = u64::from(index) * self.fragment_bytes as u64;
+        (size - start).min(self.fragment_bytes as u64) as usize
+    }
+
+    /// Drives of an object, see [`crate::Store::drives_of`].
+    pub(crate) fn drive_set(&self, entry: &Entry) -> u64 {
+        if self.drives.len() == 1 {
+            return 1;
+        }
+        let numbers = entry.slots.numbers();
+        numbers.iter().fold(0, |set, &slot| set | 1 << self.allocator.place(slot).0.min(63))
+    }
+
+    /// Starts the I/O of one slot.
+    pub(crate) fn io(&self, op: IoOp, slot: u32, len: usize, buf: SlotBuf, done: IoDone) {
+        let (drive, slot) = self.allocator.place(slot);
+        let drive = &self.drives[drive];
+        let offset = drive.slots_offset + u64::from(slot) * self.fragment_bytes as u64;
+        drive.engine.submit(IoRequest { op, offset, len: len.next_multiple_of(BLOCK), buf, done });
+    }
+
+    /// Takes over an object that recovery found.
+    pub(crate) fn restore(self: &Arc<Self>, live: Live) {
+        let Live { key, manifest } = live;
+        let (numbers, sums): (Vec<u32>, Vec<FragmentSums>) = manifest.fragments.into_iter().unzip();
+        let bytes = manifest_bytes(key.namespace().len() + key.key().len(), numbers.len());
+        self.largest.fetch_max(numbers.len(), Ordering::Relaxed);
+        self.index.advance(manifest.recency);
+        let slots = self.allocator.adopt(numbers.into(), bytes as u64);
+        self.index.restore(Arc::new(Entry::new(key, manifest.size, slots, sums.into(), manifest.recency)));
+    }
+}

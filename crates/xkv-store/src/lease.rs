@@ -1,0 +1,69 @@
+//! An object being read.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::buf::SlotBuf;
+use crate::checksum::FragmentSums;
+use crate::index::Entry;
+use crate::inner::Inner;
+use crate::io::Op as IoOp;
+use crate::io::engine::IoDone;
+
+/// An object being read: while it lives the object is not evicted and its slots are not reused.
+pub struct Lease {
+    store: Arc<Inner>,
+    pub(crate) entry: Arc<Entry>,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if self.entry.leases.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.store.signals.changed();
+        }
+    }
+}
+
+impl Lease {
+    pub(crate) fn new(store: Arc<Inner>, entry: Arc<Entry>) -> Self {
+        Self { store, entry }
+    }
+
+    /// Bytes of the object.
+    pub fn size(&self) -> u64 {
+        self.entry.size
+    }
+
+    /// Number of fragments.
+    pub fn fragments(&self) -> u32 {
+        self.entry.sums.len() as u32
+    }
+
+    /// Bytes of fragment `index`.
+    pub fn fragment_len(&self, index: u32) -> usize {
+        self.store.fragment_len(self.entry.size, index)
+    }
+
+    /// Drive that fragment `index` is on.
+    pub fn drive(&self, index: u32) -> usize {
+        self.store.allocator.place(self.entry.slots.numbers()[index as usize]).0
+    }
+
+    /// The checksums of fragment `index`.
+    pub fn sums(&self, index: u32) -> FragmentSums {
+        self.entry.sums[index as usize]
+    }
+
+    /// Reads fragment `index` into the start of `buf` (whole blocks; bytes beyond the fragment are undefined).
+    /// The object's slots stay reserved until `done` was called, even when the lease is dropped before.
+    pub fn read(&self, index: u32, buf: SlotBuf, done: IoDone) {
+        let (entry, store) = (self.entry.clone(), self.store.clone());
+        let slot = entry.slots.numbers()[index as usize];
+        let done = Box::new(move |buf, outcome| {
+            store.counters.io.fetch_add(1, Ordering::Relaxed);
+            drop((entry, store));
+            done(buf, outcome);
+        });
+        self.store.io(IoOp::Read, slot, self.fragment_len(index), buf, done);
+    }
+}
