@@ -111,7 +111,7 @@ def play(model: str, say: Progress) -> tuple[list[Phase], Path]:
 
     say(f"starting the LMCache server and vLLM; log: {RUN / 'first.log'}")
     with Serving(folder, RUN / "first.log", adapter_params) as serving:
-        serving.wait_until_ready()
+        serving.wait_until_ready(say)
         say("serving")
         ask("cold", None)
         serving.settle(phases[0].answer.prompt_tokens // CHUNK)
@@ -122,7 +122,7 @@ def play(model: str, say: Progress) -> tuple[list[Phase], Path]:
         say("ending vLLM and the server")
     say(f"starting both again on the same store; log: {RUN / 'second.log'}")
     with Serving(folder, RUN / "second.log", adapter_params) as serving:
-        serving.wait_until_ready()
+        serving.wait_until_ready(say)
         ask("L2 hit, all restarted", L2)
         say("ending vLLM and the server")
     return phases, store

@@ -23,6 +23,9 @@ def make(name: str, folder: Path) -> Path:
     if (target / "complete").exists():
         return target
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     target.mkdir(parents=True, exist_ok=True)
     _make_tiny(target) if name == TINY else _make_smollm2(target)
     (target / "complete").touch()

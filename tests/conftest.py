@@ -1,0 +1,36 @@
+"""What all tests share."""
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# Whatever a test starts: nothing is reported, nothing is fetched.
+os.environ.update(LMCACHE_TRACK_USAGE="false", DO_NOT_TRACK="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+
+LoopDevices = Callable[[int, int], list[Path]]
+
+
+@pytest.fixture
+def loop_devices(tmp_path: Path) -> Iterator[LoopDevices]:
+    """Makes loop block devices: `loop_devices(count, bytes_each)` returns their paths, detached after the test."""
+    if os.geteuid() != 0:
+        pytest.skip("loop devices need root")
+    attached: list[Path] = []
+
+    def make(count: int, size: int) -> list[Path]:
+        for _ in range(count):
+            backing = tmp_path / f"drive-{len(attached)}.img"
+            with backing.open("wb") as file:
+                file.truncate(size)
+            command = ["losetup", "--find", "--show", "--direct-io=on", str(backing)]
+            attached.append(
+                Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+            )
+        return list(attached)
+
+    yield make
+    for device in attached:
+        subprocess.run(["losetup", "--detach", str(device)], check=True)

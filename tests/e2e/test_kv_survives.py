@@ -1,0 +1,136 @@
+"""The product's promise, on the real LMCache server and the real vLLM: KV cache survives, and answers stay the same.
+
+One vLLM without any cache says what is right. Another one, behind the launcher, is asked the same: cold, from L1, and
+from L2 after its server ended by SIGTERM, by SIGKILL, and after everything was started anew. Greedy tokens must be equal
+each time, and where an answer came from is read off the server's log and counters, never off the clock.
+"""
+
+import json
+import random
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from demo.stack import CHUNK, Answer, Hits, Serving
+
+pytestmark = [pytest.mark.lmcache, pytest.mark.vllm]
+
+OBJECTS = 5
+
+
+def text(seed: int, length: int) -> str:
+    letters = "abcdefghijklmnopqrstuvwxyz "
+    return "".join(random.Random(seed).choices(letters, k=length))
+
+
+FIRST = text(1, OBJECTS * CHUNK + 70)
+SECOND = text(2, OBJECTS * CHUNK + 130)
+SHARED = FIRST[: 3 * CHUNK + 20] + text(3, 400)
+"""Begins as FIRST does: its first three objects are FIRST's."""
+
+
+@pytest.fixture(scope="module")
+def right(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, ...]]:
+    """Prompt -> the tokens that vLLM answers without a cache, run by the launcher as a plain command."""
+    log = tmp_path_factory.mktemp("alone") / "vllm.log"
+    with Serving(tiny_model, log, adapter_params=None) as serving:
+        serving.wait_until_ready()
+        answers = {prompt: serving.ask(prompt)[0] for prompt in (FIRST, SECOND, SHARED)}
+    assert all(answer.cached_tokens == 0 for answer in answers.values())
+    tokens = {prompt: answer.tokens for prompt, answer in answers.items()}
+    # A model that says the same whatever it is asked would hide a wrong cache.
+    assert len(set(tokens.values())) == 3
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("survives")
+
+
+@pytest.fixture(scope="module")
+def adapter_params(folder: Path) -> dict[str, Any]:
+    return {
+        "store": str(folder / "store"),
+        "store_gb": 1,
+        "stats_path": str(folder / "stats.json"),
+        "stats_interval_s": 0.2,
+    }
+
+
+@pytest.fixture(scope="module")
+def serving(tiny_model: Path, folder: Path, adapter_params: dict[str, Any]) -> Iterator[Serving]:
+    (folder / "store").mkdir()
+    with Serving(tiny_model, folder / "serving.log", adapter_params) as serving:
+        serving.wait_until_ready()
+        yield serving
+
+
+def check(answer: Answer, hits: Hits, tokens: tuple[int, ...], *, l1: int = 0, l2: int = 0) -> None:
+    assert (hits.l1, hits.l2) == (l1, l2)
+    assert answer.cached_tokens == (l1 + l2) * CHUNK
+    assert answer.tokens == tokens
+
+
+def test_every_answer_is_the_same(serving: Serving, right: dict[str, tuple[int, ...]], folder: Path) -> None:
+    # Cold: nothing is found, everything is stored.
+    for prompt in (FIRST, SECOND):
+        check(*serving.ask(prompt), right[prompt])
+    serving.settle(2 * OBJECTS)
+    assert serving.l2_objects_loaded() == 0
+
+    # L1.
+    check(*serving.ask(FIRST), right[FIRST], l1=OBJECTS)
+    assert serving.l2_objects_loaded() == 0
+
+    # L2, after the server was asked to end.
+    serving.end_server(signal.SIGTERM)
+    check(*serving.ask(FIRST), right[FIRST], l2=OBJECTS)
+    assert serving.l2_objects_loaded() == OBJECTS
+
+    # L2, after the server was killed; a prompt that shares its beginning takes just that.
+    serving.end_server(signal.SIGKILL)
+    assert serving.l2_objects_loaded() == 0
+    check(*serving.ask(SECOND), right[SECOND], l2=OBJECTS)
+    check(*serving.ask(SHARED), right[SHARED], l2=3)
+    assert serving.l2_objects_loaded() == OBJECTS + 3
+
+    # What was computed beyond the shared beginning is stored as well: one object, and found by the server after this one.
+    serving.settle(1)
+    serving.end_server(signal.SIGKILL)
+    check(*serving.ask(SHARED), right[SHARED], l2=len(SHARED) // CHUNK)
+
+    # vLLM's own count agrees with the server's.
+    metrics = httpx.get(f"http://127.0.0.1:{serving.vllm_port}/metrics", timeout=10).text
+    taken = re.search(r"^vllm:external_prefix_cache_hits_total\{.*\} ([0-9.e+]+)$", metrics, re.MULTILINE)
+    assert taken is not None
+    assert float(taken[1]) == (3 * OBJECTS + 3 + len(SHARED) // CHUNK) * CHUNK
+
+    # Nothing went wrong on the way that the tokens would not show.
+    log = serving.service.log.since(0)
+    assert "Something went wrong" not in log
+    assert json.loads((folder / "stats.json").read_text())
+
+
+def test_a_new_vllm_and_a_new_server_hit_what_the_old_ones_stored(
+    tiny_model: Path, folder: Path, adapter_params: dict[str, Any], right: dict[str, tuple[int, ...]]
+) -> None:
+    store = {**adapter_params, "store": str(folder / "second-store")}
+    (folder / "second-store").mkdir()
+    with Serving(tiny_model, folder / "old.log", store) as serving:
+        serving.wait_until_ready()
+        check(*serving.ask(FIRST), right[FIRST])
+        serving.settle(OBJECTS)
+    with Serving(tiny_model, folder / "new.log", store) as serving:
+        serving.wait_until_ready()
+        check(*serving.ask(FIRST), right[FIRST], l2=OBJECTS)
+        assert serving.l2_objects_loaded() == OBJECTS
+        # Another namespace shares nothing with it.
+    with Serving(tiny_model, folder / "other.log", {**store, "namespace": "another revision"}) as serving:
+        serving.wait_until_ready()
+        check(*serving.ask(FIRST), right[FIRST])

@@ -1,0 +1,121 @@
+"""What LMCache stored through the plugin is there, byte for byte, for the next process, however the last one ended."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from demo.stack import CHUNK, Service, answers_200, free_ports, prefetches
+
+pytestmark = [pytest.mark.lmcache, pytest.mark.matrix]
+
+PROGRAM = Path(__file__).parent / "storage_process.py"
+COUNT = 48
+SIZE = 1_000_001
+"""Bytes of an object: seven whole fragments and a piece."""
+
+
+def adapter(store: Path) -> str:
+    return json.dumps(
+        {
+            "type": "native_plugin",
+            "module_path": "xkv_lmcache",
+            "class_name": "XkvL2Connector",
+            "adapter_params": {"store": str(store), "store_gb": 0.5},
+        }
+    )
+
+
+@contextmanager
+def storage_process(mode: str, store: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
+    """LMCache's storage manager in a process that has done `mode`, and what it said."""
+    command = [sys.executable, str(PROGRAM), mode, adapter(store), str(COUNT), str(SIZE)]
+    log = store / f"{mode}.log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, log.read_text()
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("end", ["close", "kill -9"])
+def test_another_process_loads_what_was_stored(end: str, tmp_path: Path) -> None:
+    with storage_process("store", tmp_path) as (process, said):
+        assert said == {"stored": COUNT}
+        if end == "close":
+            process.communicate(input="", timeout=60)
+            assert process.returncode == 0
+        else:
+            process.kill()
+            process.wait()
+    with storage_process("load", tmp_path) as (_, said):
+        assert said == {"hits": COUNT, "l1": 0, "wrong": 0}
+
+
+def test_an_empty_store_has_nothing(tmp_path: Path) -> None:
+    with storage_process("load", tmp_path) as (_, said):
+        assert said == {"hits": 0, "l1": 0, "wrong": 0}
+
+
+SEQUENCES = 3
+TOKENS = 4 * CHUNK
+
+
+@contextmanager
+def server(store: Path, log: Path) -> Iterator[tuple[Service, int, int]]:
+    """The LMCache server, run in place by the launcher; its service, ZMQ port and HTTP port."""
+    port, http_port = free_ports(2)
+    env = {
+        "LMC_PORT": str(port),
+        "LMC_HTTP_PORT": str(http_port),
+        "LMC_L1_GB": "1",
+        "LMC_CHUNK": str(CHUNK),
+        "LMC_XKV_STORE": str(store),
+        "LMC_XKV_STORE_GB": "0.5",
+    }
+    with Service([sys.executable, "-m", "xkv_lmcache_autostart", "--exec"], log, env) as service:
+        health = f"http://127.0.0.1:{http_port}/healthcheck"
+        service.wait_for("a ready LMCache server", lambda: answers_200(health), 180)
+        yield service, port, http_port
+
+
+def drive(port: int, http_port: int) -> str:
+    """Has LMCache's benchmark of a server look `SEQUENCES` sequences up, store what is missing and retrieve it."""
+    command = [str(Path(sys.executable).parent / "lmcache"), "bench", "server", "--mode", "cpu"]
+    command += ["--transfer-mode", "lmcache_driven", "--rpc-url", f"tcp://127.0.0.1:{port}"]
+    command += ["--url", f"http://127.0.0.1:{http_port}", "--num-tokens", str(TOKENS), "--interval", "0"]
+    command += ["--start", "0", "--end", str(SEQUENCES), "--kvcache-shape-spec", "(2,128,16,4,64):float16:4"]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout
+    assert "CHECKSUM MISMATCH" not in ran.stdout
+    return ran.stdout
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_restarted_server_finds_everything_in_l2(how: signal.Signals, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    with server(store, tmp_path / "first.log") as (service, port, http_port):
+        output = drive(port, http_port)
+        assert output.count("STORE: stored") == SEQUENCES, output
+        service.process.send_signal(how)
+        service.process.wait(60)
+    with server(store, tmp_path / "second.log") as (service, port, http_port):
+        output = drive(port, http_port)
+        assert "STORE: stored" not in output, output
+        assert output.count("RETRIEVE: retrieved") == 2 * SEQUENCES, output
+        found = list(prefetches(service.log.since(0)))
+    # Each sequence is looked up twice, and nothing stays in L1 after it was read.
+    assert [(hits.requested, hits.l1, hits.l2) for hits in found] == [(4, 0, 4)] * (2 * SEQUENCES)
