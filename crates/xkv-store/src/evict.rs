@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::commit::Op;
 use crate::inner::Inner;
+use crate::signals::Request;
 
 /// Share of the slots that is kept free: one in so many.
 const RESERVE_SHARE: usize = 50;
@@ -24,34 +25,34 @@ pub(crate) fn largest_object(slots: usize) -> usize {
     slots - slots / RESERVE_CAP
 }
 
-/// Runs on the evictor's thread until the store closes.
+/// Runs on the evictor's thread until the store closes. One round per request: whoever still finds no room after it
+/// asks again. To look twice for the same request would evict for a wish that was fulfilled meanwhile.
 pub(crate) fn run(inner: &Arc<Inner>) {
     loop {
-        let request = inner.signals.next(Duration::from_secs(60));
+        let request = inner.signals.next();
         if request.closing {
             return;
         }
-        if inner.read_only() {
-            continue;
+        if !inner.read_only() {
+            round(inner, &request);
         }
-        let free = inner.allocator.free();
-        let wanted =
-            reserve(inner.allocator.slots(), inner.largest.load(Ordering::Relaxed)).max(request.slots);
-        let manifest_goal = inner.manifest_goal(request.manifest_bytes);
-        let manifests = inner.allocator.manifest_bytes();
-        if free >= wanted && manifests <= manifest_goal {
-            inner.signals.fulfilled(&request);
-            inner.signals.changed();
-            continue;
-        }
-        let (mut slots, mut bytes) = (wanted.saturating_sub(free), manifests.saturating_sub(manifest_goal));
+    }
+}
+
+fn round(inner: &Arc<Inner>, request: &Request) {
+    let largest = inner.largest.load(Ordering::Relaxed);
+    let wanted = reserve(inner.allocator.slots(), largest).max(request.slots);
+    let mut slots = wanted.saturating_sub(inner.allocator.free());
+    let goal = inner.manifest_goal(request.manifest_bytes);
+    let mut bytes = inner.allocator.manifest_bytes().saturating_sub(goal);
+    let mut removals = 0;
+    let (sender, receiver) = crossbeam_channel::unbounded();
+    if slots > 0 || bytes > 0 {
         let victims = inner.index.victims(|entry| {
             slots = slots.saturating_sub(entry.slots.numbers().len());
             bytes = bytes.saturating_sub(entry.slots.manifest_bytes());
             slots == 0 && bytes == 0
         });
-        let (sender, receiver) = crossbeam_channel::unbounded();
-        let mut sent = 0;
         for entry in victims {
             if !inner.index.take_entry(&entry, |e| e.leases.load(Ordering::Relaxed) == 0) {
                 continue;
@@ -60,20 +61,16 @@ pub(crate) fn run(inner: &Arc<Inner>) {
             let sender = sender.clone();
             let done = Box::new(move |_| _ = sender.send(()));
             inner.commits.push(Op::Remove { digest: *entry.key.digest(), entry: Some(entry), done });
-            sent += 1;
+            removals += 1;
         }
-        for _ in 0..sent {
-            if receiver.recv_timeout(PATIENCE).is_err() {
-                break;
-            }
+    }
+    for _ in 0..removals {
+        if receiver.recv_timeout(PATIENCE).is_err() {
+            break;
         }
-        if sent > 0 {
-            // Look again: the next round finds the goal reached, or goes on.
-            inner.signals.kick();
-        } else {
-            // Nothing can be evicted now: transactions and readers hold the rest. Their end calls again.
-            inner.signals.wait();
-        }
+    }
+    if removals > 0 || slots == 0 && bytes == 0 {
+        inner.signals.changed();
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, RwLock};
 
@@ -38,14 +37,13 @@ impl Signals {
         self.waiting.store(true, Ordering::SeqCst);
     }
 
-    /// A key or room may have become free, or evictable.
+    /// A key or room may have become free, or evictable: whoever waits asks again.
     pub(crate) fn changed(&self) {
         if self.waiting.swap(false, Ordering::SeqCst) {
             let waker = self.waker.read().clone();
             if let Some(waker) = waker {
                 waker();
             }
-            self.kick();
         }
     }
 
@@ -68,24 +66,13 @@ impl Signals {
         self.kicked.notify_all();
     }
 
-    /// The evictor's wait: the next request, or one without wishes after `patience`.
-    pub(crate) fn next(&self, patience: Duration) -> Request {
+    /// The evictor's wait for the next request. Its wishes are the evictor's from now on.
+    pub(crate) fn next(&self) -> Request {
         let mut request = self.request.lock();
-        if !request.kicked && !request.closing {
-            self.kicked.wait_for(&mut request, patience);
+        while !request.kicked && !request.closing {
+            self.kicked.wait(&mut request);
         }
-        request.kicked = false;
-        *request
-    }
-
-    /// The wishes up to these are fulfilled.
-    pub(crate) fn fulfilled(&self, done: &Request) {
-        let mut request = self.request.lock();
-        if request.slots <= done.slots {
-            request.slots = 0;
-        }
-        if request.manifest_bytes <= done.manifest_bytes {
-            request.manifest_bytes = 0;
-        }
+        let closing = request.closing;
+        std::mem::replace(&mut *request, Request { closing, ..Request::default() })
     }
 }

@@ -8,6 +8,7 @@ use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -602,16 +603,16 @@ fn the_oldest_request_is_exact() {
     assert_eq!(engine.load(), EngineLoad::default());
 }
 
-/// One end of a pipe: transfers stop short there, and engines do not mind the offset.
-struct PipeDevice(File);
+/// A descriptor whose transfers stop short: one end of a pipe (the offset does not matter there), a file of the kernel.
+struct ShortDevice(File);
 
-impl PipeDevice {
+impl ShortDevice {
     fn on(end: impl Into<OwnedFd>) -> Arc<dyn Device> {
         Arc::new(Self(File::from(end.into())))
     }
 }
 
-impl Device for PipeDevice {
+impl Device for ShortDevice {
     fn name(&self) -> &str {
         "pipe"
     }
@@ -620,8 +621,11 @@ impl Device for PipeDevice {
         DRIVE
     }
 
-    fn read_at(&self, buf: &mut [u8], _offset: u64) -> io::Result<()> {
-        (&self.0).read_exact(buf)
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
+        match self.0.read_exact_at(buf, offset) {
+            Err(e) if e.raw_os_error() == Some(libc::ESPIPE) => (&self.0).read_exact(buf),
+            outcome => outcome,
+        }
     }
 
     fn write_at(&self, buf: &[u8], _offset: u64) -> io::Result<()> {
@@ -646,7 +650,7 @@ fn short_transfers_are_completed() {
     let inbox = Inbox::new();
     for kind in BOTH {
         let (ours, mut theirs) = io::pipe().unwrap();
-        let Some(engine) = start(PipeDevice::on(ours), kind, 4) else {
+        let Some(engine) = start(ShortDevice::on(ours), kind, 4) else {
             continue;
         };
         engine.submit(inbox.request(1, Op::Read, 0, SLOT, slots.try_take().unwrap()));
@@ -657,7 +661,7 @@ fn short_transfers_are_completed() {
         assert!(answer.buf[..] == wanted[..], "{kind:?}");
 
         let (mut theirs, ours) = io::pipe().unwrap();
-        let Some(engine) = start(PipeDevice::on(ours), kind, 4) else {
+        let Some(engine) = start(ShortDevice::on(ours), kind, 4) else {
             continue;
         };
         engine.submit(inbox.request(2, Op::Write, 0, SLOT, answer.buf));
@@ -674,6 +678,31 @@ fn short_transfers_are_completed() {
     }
 }
 
+/// The rest of a short transfer comes from where the first part ended. The kernel's list of symbols is a file that is
+/// read in pieces of a page or less.
+#[test]
+fn short_reads_go_on_at_the_right_offset() {
+    let path = "/proc/kallsyms";
+    let Ok(wanted) = fs::read(path) else {
+        eprintln!("not run: no {path} here");
+        return;
+    };
+    let offset = 5 * BLOCK;
+    let len = (wanted.len() - offset).min(SLOT) / BLOCK * BLOCK;
+    assert!(len > 4 * BLOCK, "{path} is too short to tell");
+    for kind in BOTH {
+        let device = ShortDevice::on(File::open(path).unwrap());
+        let Some(engine) = start(device, kind, 4) else { continue };
+        let slots = SlotPool::new(1, SLOT).unwrap();
+        let inbox = Inbox::new();
+        let buf = slots.try_take().unwrap();
+        engine.submit(inbox.request(1, Op::Read, offset as u64, len, buf));
+        let answer = inbox.next();
+        answer.outcome.unwrap();
+        assert!(answer.buf[..len] == wanted[offset..][..len], "{kind:?}");
+    }
+}
+
 /// A drive that ends early is an error, not a loop.
 #[test]
 fn an_early_end_is_an_error() {
@@ -681,7 +710,7 @@ fn an_early_end_is_an_error() {
         let slots = SlotPool::new(1, SLOT).unwrap();
         let inbox = Inbox::new();
         let (ours, mut theirs) = io::pipe().unwrap();
-        let Some(engine) = start(PipeDevice::on(ours), kind, 4) else {
+        let Some(engine) = start(ShortDevice::on(ours), kind, 4) else {
             continue;
         };
         engine.submit(inbox.request(1, Op::Read, 0, SLOT, slots.try_take().unwrap()));
@@ -692,7 +721,7 @@ fn an_early_end_is_an_error() {
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof, "{kind:?}");
 
         let (theirs, ours) = io::pipe().unwrap();
-        let Some(engine) = start(PipeDevice::on(ours), kind, 4) else {
+        let Some(engine) = start(ShortDevice::on(ours), kind, 4) else {
             continue;
         };
         drop(theirs);
