@@ -36,7 +36,12 @@ def free_ports(count: int) -> list[int]:
 
 def environment(**values: str) -> dict[str, str]:
     """An environment without settings of the outside, in which the launcher can be imported."""
-    base = {name: value for name, value in os.environ.items() if not name.startswith(("LMC", "XKV"))}
+    telemetry = ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK")
+    base = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("LMC", "XKV")) and name not in telemetry
+    }
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(REPOSITORY)]))
     return base | {"PYTHONPATH": path, "LMC_LOG_FORMAT": "json"} | values
 
