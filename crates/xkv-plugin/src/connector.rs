@@ -29,11 +29,8 @@ pub use crate::task::Owner;
 pub const INSTANT_LOOKUP_KEYS: usize = 1024;
 
 /// Longest time that [`Connector::close`] takes: for what touches buffers, for the store, for the last words.
-const CLOSE_PATIENCE: [Duration; 3] = [
-    Duration::from_secs(1),
-    Duration::from_secs(3),
-    Duration::from_millis(500),
-];
+const CLOSE_PATIENCE: [Duration; 3] =
+    [Duration::from_secs(1), Duration::from_secs(3), Duration::from_millis(500)];
 
 /// Why nothing is taken any more.
 pub(crate) const CLOSED: &str = "the connector is closed";
@@ -164,10 +161,7 @@ impl Connector {
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
         let event = rustix::event::eventfd(0, flags).map_err(|error| {
             backend.close(CLOSE_PATIENCE[1]);
-            Error::io(
-                "cannot make an eventfd; raise the limit on open files (ulimit -n)",
-                error.into(),
-            )
+            Error::io("cannot make an eventfd; raise the limit on open files (ulimit -n)", error.into())
         })?;
         let copy_threads = config.copy_threads();
         let interval = config.stats_interval;
@@ -185,18 +179,8 @@ impl Connector {
             completions: Mutex::default(),
             event,
         });
-        let ends = Ends {
-            movers,
-            stop_reporter,
-            reporter,
-        };
-        let connector = Self {
-            shared,
-            inbox,
-            next_id: AtomicU64::new(1),
-            open: RwLock::new(true),
-            ends,
-        };
+        let ends = Ends { movers, stop_reporter, reporter };
+        let connector = Self { shared, inbox, next_id: AtomicU64::new(1), open: RwLock::new(true), ends };
 
         // Should a thread fail to start, dropping the connector ends those that did.
         let shared = &connector.shared;
@@ -220,6 +204,8 @@ impl Connector {
         let reactor = Reactor::new(shared.clone(), connector.inbox.clone(), jobs);
         spawn("xkv-reactor", move || {
             let _alive = movers_alive;
+            // Dropped with the messages in it before this thread counts as ended: some hold the store.
+            let messages = messages;
             reactor.run(&messages);
         })?;
         Ok(connector)
@@ -231,12 +217,7 @@ impl Connector {
     }
 
     /// Loads objects into buffers of exactly their size. `buffers` has one entry per key, none where it cannot be filled.
-    pub fn submit_get(
-        &self,
-        keys: Vec<Vec<u8>>,
-        buffers: Vec<Option<L1Buffer>>,
-        owner: Owner,
-    ) -> u64 {
+    pub fn submit_get(&self, keys: Vec<Vec<u8>>, buffers: Vec<Option<L1Buffer>>, owner: Owner) -> u64 {
         if keys.len() != buffers.len() {
             let error = format!("{} keys but {} buffers", keys.len(), buffers.len());
             return self.refuse(Operation::Get, keys.len(), buffers, owner, &error);
@@ -260,12 +241,7 @@ impl Connector {
     }
 
     /// Stores objects. All or nothing in the answer; what was stored of a failed set stays.
-    pub fn submit_set(
-        &self,
-        keys: Vec<Vec<u8>>,
-        buffers: Vec<Option<L1Buffer>>,
-        owner: Owner,
-    ) -> u64 {
+    pub fn submit_set(&self, keys: Vec<Vec<u8>>, buffers: Vec<Option<L1Buffer>>, owner: Owner) -> u64 {
         let count = keys.len();
         let refuse = |poisoned: usize, outcome: Outcome, buffers, owner, error: &str| {
             let stats = &self.shared.stats;
@@ -321,11 +297,7 @@ impl Connector {
             }
             Some(pending + taken.1)
         };
-        let _ = self.shared.pending_store_bytes.fetch_update(
-            Ordering::Relaxed,
-            Ordering::Relaxed,
-            take,
-        );
+        let _ = self.shared.pending_store_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take);
         taken
     }
 
@@ -335,13 +307,7 @@ impl Connector {
         let open = self.open.read();
         if !*open || keys.is_empty() {
             let error = if *open { "" } else { CLOSED };
-            return self.refuse(
-                Operation::Exists,
-                keys.len(),
-                Vec::new(),
-                Box::new(()),
-                error,
-            );
+            return self.refuse(Operation::Exists, keys.len(), Vec::new(), Box::new(()), error);
         }
         let submitted = Instant::now();
         let id = self.submitted(Operation::Exists, keys.len());
@@ -349,31 +315,14 @@ impl Connector {
         if keys.len() <= INSTANT_LOOKUP_KEYS && shared.backend.answers_at_once() {
             let shared = shared.clone();
             let answer = move |places: Vec<Option<DriveSet>>| {
-                let answers: Vec<bool> = places
-                    .into_iter()
-                    .map(|place| shared.reachable(place))
-                    .collect();
-                shared.stats.hit(
-                    Operation::Exists,
-                    answers.iter().filter(|&&found| found).count() as u64,
-                    0,
-                );
+                let answers: Vec<bool> = places.into_iter().map(|place| shared.reachable(place)).collect();
+                shared.stats.hit(Operation::Exists, answers.iter().filter(|&&found| found).count() as u64, 0);
                 shared.stats.answered(Operation::Exists, submitted);
-                shared.complete(Completion::new(
-                    id,
-                    Operation::Exists,
-                    answers,
-                    String::new(),
-                    None,
-                ));
+                shared.complete(Completion::new(id, Operation::Exists, answers, String::new(), None));
             };
             self.shared.backend.lookup(&keys, Box::new(answer));
         } else {
-            let _ = self.inbox.send(Message::Exists(Question {
-                id,
-                submitted,
-                keys,
-            }));
+            let _ = self.inbox.send(Message::Exists(Question { id, submitted, keys }));
         }
         id
     }
@@ -383,28 +332,16 @@ impl Connector {
         let open = self.open.read();
         if !*open || keys.is_empty() {
             let error = if *open { "" } else { CLOSED };
-            return self.refuse(
-                Operation::Delete,
-                keys.len(),
-                Vec::new(),
-                Box::new(()),
-                error,
-            );
+            return self.refuse(Operation::Delete, keys.len(), Vec::new(), Box::new(()), error);
         }
         let id = self.submitted(Operation::Delete, keys.len());
         let keys = self.object_keys(&keys);
-        let _ = self.inbox.send(Message::Delete(Question {
-            id,
-            submitted: Instant::now(),
-            keys,
-        }));
+        let _ = self.inbox.send(Message::Delete(Question { id, submitted: Instant::now(), keys }));
         id
     }
 
     fn object_keys(&self, keys: &[Vec<u8>]) -> Vec<ObjectKey> {
-        keys.iter()
-            .map(|key| ObjectKey::new(&self.shared.namespace, key))
-            .collect()
+        keys.iter().map(|key| ObjectKey::new(&self.shared.namespace, key)).collect()
     }
 
     fn submitted(&self, operation: Operation, keys: usize) -> u64 {
@@ -424,19 +361,13 @@ impl Connector {
     ) -> u64 {
         let id = self.submitted(operation, keys);
         if operation == Operation::Get {
-            buffers
-                .iter()
-                .flatten()
-                .for_each(|buffer| buffer.fail(&self.shared.stamp));
+            buffers.iter().flatten().for_each(|buffer| buffer.fail(&self.shared.stamp));
             self.shared.stats.missed(Miss::Refused, keys as u64);
         }
         if !error.is_empty() {
-            self.shared.log.failed(operation.name(), 1, || {
-                format!("{}: {error}", operation.name())
-            });
+            self.shared.log.failed(operation.name(), 1, || format!("{}: {error}", operation.name()));
         }
-        let mut completion =
-            Completion::new(id, operation, vec![false; keys], error.into(), Some(owner));
+        let mut completion = Completion::new(id, operation, vec![false; keys], error.into(), Some(owner));
         completion.ok &= error.is_empty();
         completion.error = error.into();
         self.shared.complete(completion);
@@ -476,12 +407,7 @@ impl Connector {
         self.shared.backend.close(CLOSE_PATIENCE[1]);
         let _ = self.ends.stop_reporter.try_send(());
         let _ = self.ends.reporter.recv_timeout(CLOSE_PATIENCE[2]);
-        self.shared
-            .completions
-            .lock()
-            .iter_mut()
-            .filter_map(|completion| completion.owner.take())
-            .collect()
+        self.shared.completions.lock().iter_mut().filter_map(|completion| completion.owner.take()).collect()
     }
 }
 
@@ -504,9 +430,6 @@ pub(crate) fn key_fits(namespace: &[u8], key: &[u8]) -> bool {
 fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
     let thread = std::thread::Builder::new().name(name.into()).spawn(body);
     thread.map(drop).map_err(|error| {
-        Error::io(
-            format!("cannot start thread {name}; raise the limit on processes"),
-            error,
-        )
+        Error::io(format!("cannot start thread {name}; raise the limit on processes"), error)
     })
 }

@@ -24,12 +24,7 @@ pub unsafe fn gather(source: NonNull<u8>, slot: &mut [u8], summer: &mut Summer) 
     for piece in slot.chunks_mut(PIECE_BYTES) {
         // SAFETY: `offset + piece.len()` is at most the slot's length, for which the caller vouches. Another process
         // may write L1 meanwhile: any bytes are valid, and the checksum is taken of the copy.
-        unsafe {
-            source
-                .add(offset)
-                .as_ptr()
-                .copy_to_nonoverlapping(piece.as_mut_ptr(), piece.len())
-        };
+        unsafe { source.add(offset).as_ptr().copy_to_nonoverlapping(piece.as_mut_ptr(), piece.len()) };
         summer.update(piece);
         offset += piece.len();
     }
@@ -44,12 +39,7 @@ pub unsafe fn scatter(slot: &[u8], target: NonNull<u8>, summer: &mut Summer) {
     for piece in slot.chunks(PIECE_BYTES) {
         summer.update(piece);
         // SAFETY: as in `gather`, for writes.
-        unsafe {
-            target
-                .add(offset)
-                .as_ptr()
-                .copy_from_nonoverlapping(piece.as_ptr(), piece.len())
-        };
+        unsafe { target.add(offset).as_ptr().copy_from_nonoverlapping(piece.as_ptr(), piece.len()) };
         offset += piece.len();
     }
 }
@@ -60,11 +50,7 @@ pub unsafe fn scatter(slot: &[u8], target: NonNull<u8>, summer: &mut Summer) {
 /// `source` is valid for reads of `head.len()` bytes.
 pub unsafe fn peek(source: NonNull<u8>, head: &mut [u8]) {
     // SAFETY: the caller's contract; `head` is our own memory.
-    unsafe {
-        source
-            .as_ptr()
-            .copy_to_nonoverlapping(head.as_mut_ptr(), head.len())
-    };
+    unsafe { source.as_ptr().copy_to_nonoverlapping(head.as_mut_ptr(), head.len()) };
 }
 
 /// Writes the first bytes of a buffer.
@@ -73,11 +59,7 @@ pub unsafe fn peek(source: NonNull<u8>, head: &mut [u8]) {
 /// `target` is valid for writes of `head.len()` bytes.
 pub unsafe fn poke(head: &[u8], target: NonNull<u8>) {
     // SAFETY: the caller's contract; `head` is our own memory.
-    unsafe {
-        target
-            .as_ptr()
-            .copy_from_nonoverlapping(head.as_ptr(), head.len())
-    };
+    unsafe { target.as_ptr().copy_from_nonoverlapping(head.as_ptr(), head.len()) };
 }
 
 /// Where a fragment lies in its object's buffer, and what its checksums are bound to.
@@ -95,20 +77,9 @@ pub struct Place {
 /// One fragment to move.
 pub enum CopyJob {
     /// L1 to slot, for a store; refused when it ends later than `deadline`.
-    Gather {
-        piece: Piece,
-        place: Place,
-        slot: SlotBuf,
-        deadline: Instant,
-    },
+    Gather { piece: Piece, place: Place, slot: SlotBuf, deadline: Instant },
     /// Slot to L1, for a load, checked against `sums`.
-    Scatter {
-        piece: Piece,
-        place: Place,
-        slot: SlotBuf,
-        sums: FragmentSums,
-        coverage: Coverage,
-    },
+    Scatter { piece: Piece, place: Place, slot: SlotBuf, sums: FragmentSums, coverage: Coverage },
 }
 
 /// Runs jobs until there is nobody left to send some, or `closing`.
@@ -119,19 +90,8 @@ pub fn run(jobs: &Receiver<CopyJob>, inbox: &Sender<Message>, closing: &AtomicBo
         }
         // The reactor ends with the connector; what is left then is of no use to anybody.
         let _ = inbox.send(match job {
-            CopyJob::Gather {
-                piece,
-                place,
-                slot,
-                deadline,
-            } => gathered(piece, &place, slot, deadline),
-            CopyJob::Scatter {
-                piece,
-                place,
-                slot,
-                sums,
-                coverage,
-            } => {
+            CopyJob::Gather { piece, place, slot, deadline } => gathered(piece, &place, slot, deadline),
+            CopyJob::Scatter { piece, place, slot, sums, coverage } => {
                 let outcome = scattered(piece, &place, &slot, sums, coverage);
                 drop(slot);
                 Message::Scattered { piece, outcome }
@@ -144,10 +104,7 @@ fn gathered(piece: Piece, place: &Place, mut slot: SlotBuf, deadline: Instant) -
     let mut summer = Summer::new(&place.digest, piece.index, place.len as u32, Coverage::Both);
     let outcome = if Instant::now() >= deadline {
         Gathering::TooOld
-    } else if !place
-        .buffer
-        .gather(place.offset, &mut slot[..place.len], &mut summer)
-    {
+    } else if !place.buffer.gather(place.offset, &mut slot[..place.len], &mut summer) {
         Gathering::Closed
     } else if Instant::now() >= deadline {
         // L1's lock on the bytes may have run out while they were copied.
@@ -158,18 +115,9 @@ fn gathered(piece: Piece, place: &Place, mut slot: SlotBuf, deadline: Instant) -
     Message::Gathered { piece, outcome }
 }
 
-fn scattered(
-    piece: Piece,
-    place: &Place,
-    slot: &[u8],
-    sums: FragmentSums,
-    coverage: Coverage,
-) -> Scattering {
+fn scattered(piece: Piece, place: &Place, slot: &[u8], sums: FragmentSums, coverage: Coverage) -> Scattering {
     let mut summer = Summer::new(&place.digest, piece.index, place.len as u32, coverage);
-    if !place
-        .buffer
-        .scatter(place.offset, &slot[..place.len], &mut summer)
-    {
+    if !place.buffer.scatter(place.offset, &slot[..place.len], &mut summer) {
         return Scattering::Closed;
     }
     let found = summer.finish();
@@ -179,11 +127,7 @@ fn scattered(
         Coverage::Sample => found.sample == sums.sample,
         Coverage::None => true,
     };
-    if right {
-        Scattering::Done
-    } else {
-        Scattering::Damaged
-    }
+    if right { Scattering::Done } else { Scattering::Damaged }
 }
 
 #[cfg(test)]
@@ -194,15 +138,7 @@ mod tests {
     #[test]
     fn both_ways_move_every_byte_and_sum_them() {
         let digest = Digest([3; 32]);
-        for len in [
-            1,
-            63,
-            4096,
-            PIECE_BYTES - 1,
-            PIECE_BYTES,
-            PIECE_BYTES + 1,
-            5 * PIECE_BYTES + 77,
-        ] {
+        for len in [1, 63, 4096, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES + 77] {
             let mut memory: Vec<u8> = (0..len).map(|i| (i * 31 + i / 251) as u8).collect();
             let want = fragment_sums(&digest, 5, &memory);
             let l1 = NonNull::new(memory.as_mut_ptr()).unwrap();
@@ -230,12 +166,7 @@ mod tests {
             len: memory.len(),
             digest: Digest([3; 32]),
         };
-        let piece = Piece {
-            class: crate::task::Class::Store,
-            ticket: 1,
-            index: 0,
-            drive: 0,
-        };
+        let piece = Piece { class: crate::task::Class::Store, ticket: 1, index: 0, drive: 0 };
         let pool = xkv_store::SlotPool::new(1, 4096).unwrap();
         let outcome = |deadline| match gathered(piece, &place, pool.try_take().unwrap(), deadline) {
             Message::Gathered { outcome, .. } => outcome,

@@ -3,18 +3,22 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, RwLock};
 use xkv_store::io::engine::IoDone;
 use xkv_store::{
-    Begin, FragmentSums, Lease, ObjectKey, Result, SlotBuf, SlotPool, Store, StoreConfig,
+    Begin, Error, ErrorKind, FragmentSums, Lease, ObjectKey, Result, SlotBuf, SlotPool, Store, StoreConfig,
     StoreStats, Txn,
 };
 
 use crate::backend::{Backend, Begun, Done, DriveSet, Reading, Transaction};
 
-/// A store in this process.
+/// A store in this process, until it is closed.
 pub struct Embedded {
-    store: Store,
+    store: RwLock<Option<Store>>,
     slots: SlotPool,
+    drives: usize,
+    /// What was counted when it closed.
+    last: Mutex<StoreStats>,
 }
 
 impl Embedded {
@@ -32,22 +36,32 @@ impl Embedded {
     /// Memory for the slots cannot be had; the store is closed then.
     pub fn on(store: Store, slots: usize) -> Result<Self> {
         match SlotPool::new(slots.max(1), store.fragment_bytes()) {
-            Ok(slots) => Ok(Self { store, slots }),
+            Ok(slots) => Ok(Self {
+                drives: store.drives(),
+                store: RwLock::new(Some(store)),
+                slots,
+                last: Mutex::default(),
+            }),
             Err(error) => {
                 store.close(Duration::from_secs(1));
                 Err(error)
             }
         }
     }
+
+    /// What `ask` gets from the store; none once closed.
+    fn ask<T>(&self, ask: impl FnOnce(&Store) -> T) -> Option<T> {
+        self.store.read().as_ref().map(ask)
+    }
 }
 
 impl Backend for Embedded {
     fn fragment_bytes(&self) -> usize {
-        self.store.fragment_bytes()
+        self.slots.slot_bytes()
     }
 
     fn drives(&self) -> usize {
-        self.store.drives()
+        self.drives
     }
 
     fn slots(&self) -> usize {
@@ -55,7 +69,7 @@ impl Backend for Embedded {
     }
 
     fn describe(&self) -> String {
-        self.store.describe()
+        self.ask(Store::describe).unwrap_or_default()
     }
 
     fn take_slot(&self) -> Option<SlotBuf> {
@@ -67,21 +81,21 @@ impl Backend for Embedded {
     }
 
     fn lookup(&self, keys: &[ObjectKey], done: Done<Vec<Option<DriveSet>>>) {
-        done(keys.iter().map(|key| self.store.drives_of(key)).collect());
+        let places = self.ask(|store| keys.iter().map(|key| store.drives_of(key)).collect());
+        done(places.unwrap_or_else(|| vec![None; keys.len()]));
     }
 
     fn open(&self, key: &ObjectKey, done: Done<Option<Box<dyn Reading>>>) {
-        let lease = self.store.lease(key);
-        done(lease.map(|lease| {
-            Box::new(Leased {
-                store: self.store.clone(),
-                lease,
-            }) as Box<dyn Reading>
-        }));
+        let leased = self.ask(|store| {
+            let lease = store.lease(key)?;
+            let store = store.clone();
+            Some(Box::new(Leased { store, lease }) as Box<dyn Reading>)
+        });
+        done(leased.flatten());
     }
 
     fn begin(&self, key: &ObjectKey, size: u64, done: Done<Begun>) {
-        done(match self.store.begin(key, size) {
+        let begun = self.ask(|store| match store.begin(key, size) {
             Begin::Txn(txn) => Begun::Open(Box::new(txn)),
             Begin::Present => Begun::Present,
             Begin::Busy => Begun::Busy,
@@ -89,23 +103,23 @@ impl Backend for Embedded {
             Begin::NoSpace => Begun::NoSpace,
             Begin::ReadOnly => Begun::ReadOnly,
         });
+        done(begun.unwrap_or(Begun::ReadOnly));
     }
 
     fn remove(&self, key: &ObjectKey, done: Done<Result<bool>>) {
-        self.store.remove(key, done);
+        match &*self.store.read() {
+            Some(store) => store.remove(key, done),
+            None => done(Err(Error::new(ErrorKind::ReadOnly, "the store is closed"))),
+        }
     }
 
     fn on_space(&self, waker: Arc<dyn Fn() + Send + Sync>) {
-        self.store.on_space(waker);
+        self.ask(|store| store.on_space(waker));
     }
 
     fn oldest_io(&self) -> Vec<Option<Instant>> {
-        self.store
-            .stats()
-            .drives
-            .iter()
-            .map(|drive| drive.oldest)
-            .collect()
+        let drives = self.stats().drives;
+        drives.iter().map(|drive| drive.oldest).collect()
     }
 
     fn free_slots(&self) -> (usize, usize) {
@@ -113,11 +127,16 @@ impl Backend for Embedded {
     }
 
     fn stats(&self) -> StoreStats {
-        self.store.stats()
+        self.ask(Store::stats).unwrap_or_else(|| self.last.lock().clone())
     }
 
     fn close(&self, patience: Duration) {
-        self.store.close(patience);
+        // Taken out, so that the drives are free for the next one that opens them.
+        let store = self.store.write().take();
+        if let Some(store) = store {
+            store.close(patience);
+            *self.last.lock() = store.stats();
+        }
     }
 }
 

@@ -32,10 +32,7 @@ impl L1Buffer {
     /// operation, and on every buffer before its `close` returns), the bytes are mapped, readable and writable. Others may
     /// read and write them meanwhile: they are only reached through raw pointers.
     pub unsafe fn new(address: NonNull<u8>, len: usize) -> Self {
-        Self {
-            address: RwLock::new(Some(Address(address))),
-            len,
-        }
+        Self { address: RwLock::new(Some(Address(address))), len }
     }
 
     /// Bytes of the buffer.
@@ -52,12 +49,7 @@ impl L1Buffer {
     pub(crate) fn gather(&self, offset: usize, slot: &mut [u8], summer: &mut Summer) -> bool {
         let address = self.address.read();
         let Some(start) = &*address else { return false };
-        assert!(
-            offset
-                .checked_add(slot.len())
-                .is_some_and(|end| end <= self.len),
-            "outside of the buffer"
-        );
+        assert!(offset.checked_add(slot.len()).is_some_and(|end| end <= self.len), "outside of the buffer");
         // SAFETY: inside the buffer, checked above; mapped while the guard is open, which the read lock holds up.
         unsafe { copy::gather(start.0.add(offset), slot, summer) };
         true
@@ -67,12 +59,7 @@ impl L1Buffer {
     pub(crate) fn scatter(&self, offset: usize, slot: &[u8], summer: &mut Summer) -> bool {
         let address = self.address.read();
         let Some(start) = &*address else { return false };
-        assert!(
-            offset
-                .checked_add(slot.len())
-                .is_some_and(|end| end <= self.len),
-            "outside of the buffer"
-        );
+        assert!(offset.checked_add(slot.len()).is_some_and(|end| end <= self.len), "outside of the buffer");
         // SAFETY: as in `gather`.
         unsafe { copy::scatter(slot, start.0.add(offset), summer) };
         true

@@ -8,20 +8,11 @@ use crate::backend::{Reading, drive_set};
 use crate::copy::{CopyJob, Place};
 use crate::reactor::{Reactor, show};
 use crate::stats::Miss;
-use crate::task::{
-    Batch, Class, LoadKey, Message, Operation, Outstanding, Piece, Scattering, Submission,
-};
+use crate::task::{Batch, Class, LoadKey, Message, Operation, Outstanding, Piece, Scattering, Submission};
 
 impl Reactor {
     pub(crate) fn take_get(&mut self, submission: Submission) {
-        let Submission {
-            id,
-            submitted,
-            keys,
-            buffers,
-            owner,
-            ..
-        } = submission;
+        let Submission { id, submitted, keys, buffers, owner, .. } = submission;
         let mut tickets = Vec::with_capacity(keys.len());
         for (index, (key, buffer)) in keys.iter().zip(&buffers).enumerate() {
             let Some(buffer) = buffer.as_ref().filter(|buffer| !buffer.is_empty()) else {
@@ -32,45 +23,21 @@ impl Reactor {
             tickets.push(ticket);
             let key = ObjectKey::new(&self.shared.namespace, key);
             let (buffer, left) = (buffer.clone(), Outstanding::default());
-            self.loads.insert(
-                ticket,
-                LoadKey {
-                    batch: id,
-                    index,
-                    key,
-                    buffer,
-                    reading: None,
-                    left,
-                },
-            );
+            self.loads.insert(ticket, LoadKey { batch: id, index, key, buffer, reading: None, left });
             self.waiting[0].push_back(ticket);
         }
-        let refused: Vec<usize> = (0..keys.len())
-            .filter(|&index| tickets[index] == 0)
-            .collect();
+        let refused: Vec<usize> = (0..keys.len()).filter(|&index| tickets[index] == 0).collect();
         let deadline = submitted + self.shared.config.load_deadline;
         let answers = vec![None; keys.len()];
         let (operation, open, error) = (Operation::Get, keys.len(), String::new());
         self.add_batch(
             id,
-            Batch {
-                operation,
-                submitted,
-                deadline,
-                answers,
-                open,
-                tickets,
-                owner,
-                bytes: 0,
-                error,
-            },
+            Batch { operation, submitted, deadline, answers, open, tickets, owner, bytes: 0, error },
         );
         for index in refused {
             let why = "its buffer is empty, read-only or in pieces";
             self.shared.stats.missed(Miss::Refused, 1);
-            self.shared
-                .log
-                .failed(Miss::Refused.plural(), 1, || format!("load refused: {why}"));
+            self.shared.log.failed(Miss::Refused.plural(), 1, || format!("load refused: {why}"));
             self.answer(id, index, false, || why.into());
         }
     }
@@ -103,9 +70,8 @@ impl Reactor {
         if reading.size() != load.buffer.len() as u64 {
             let (has, wants) = (reading.size(), load.buffer.len());
             self.discard(&*reading);
-            return self.fail_load(ticket, Miss::Size, || {
-                format!("has {has} bytes, the buffer {wants}; removed")
-            });
+            return self
+                .fail_load(ticket, Miss::Size, || format!("has {has} bytes, the buffer {wants}; removed"));
         }
         let drives = self.shared.backend.drives();
         let drive_of = |index| reading.drive(index);
@@ -115,12 +81,7 @@ impl Reactor {
         load.left = Outstanding::new(drives, (0..reading.fragments()).map(drive_of));
         for index in 0..reading.fragments() {
             let drive = drive_of(index) as u16;
-            self.window.push(Piece {
-                class: Class::Load,
-                ticket,
-                index,
-                drive,
-            });
+            self.window.push(Piece { class: Class::Load, ticket, index, drive });
         }
         load.reading = Some(reading);
     }
@@ -128,36 +89,21 @@ impl Reactor {
     /// Reads a fragment into `slot`; the engine hands it on to a copy thread.
     pub(crate) fn read(&mut self, piece: Piece, slot: SlotBuf) {
         let load = &self.loads[&piece.ticket];
-        let reading = load
-            .reading
-            .as_ref()
-            .expect("only opened objects have fragments in the window");
+        let reading = load.reading.as_ref().expect("only opened objects have fragments in the window");
         let place = Place {
             buffer: load.buffer.clone(),
             offset: piece.index as usize * self.shared.backend.fragment_bytes(),
             len: reading.fragment_len(piece.index),
             digest: *load.key.digest(),
         };
-        let (sums, coverage) = (
-            reading.sums(piece.index),
-            self.shared.config.verify.coverage(),
-        );
+        let (sums, coverage) = (reading.sums(piece.index), self.shared.config.verify.coverage());
         let (sender, copies) = (self.sender.clone(), self.copies.clone());
         let done = move |slot, result: std::io::Result<()>| match result {
             // Refused only when the copy threads have ended with the connector.
-            Ok(()) => drop(copies.send(CopyJob::Scatter {
-                piece,
-                place,
-                slot,
-                sums,
-                coverage,
-            })),
+            Ok(()) => drop(copies.send(CopyJob::Scatter { piece, place, slot, sums, coverage })),
             Err(error) => {
                 drop(slot);
-                let _ = sender.send(Message::Scattered {
-                    piece,
-                    outcome: Scattering::Failed(error),
-                });
+                let _ = sender.send(Message::Scattered { piece, outcome: Scattering::Failed(error) });
             }
         };
         reading.read(piece.index, slot, Box::new(done));
@@ -188,16 +134,13 @@ impl Reactor {
                 let reading = load.reading.take();
                 reading.iter().for_each(|reading| self.discard(&**reading));
                 self.fail_load(piece.ticket, Miss::IoError, || {
-                    format!(
-                        "fragment {} on drive {}: {error}; removed",
-                        piece.index, piece.drive
-                    )
+                    format!("fragment {} on drive {}: {error}; removed", piece.index, piece.drive)
                 });
             }
             // The buffer is closed only when the key was answered, which took it out of `loads`.
-            Scattering::Closed => self.fail_load(piece.ticket, Miss::Refused, || {
-                "its buffer was closed".into()
-            }),
+            Scattering::Closed => {
+                self.fail_load(piece.ticket, Miss::Refused, || "its buffer was closed".into())
+            }
         }
     }
 

@@ -43,10 +43,7 @@ pub struct Log {
 impl Log {
     /// Lines go to `lines`.
     pub fn new(lines: Sender<Line>) -> Self {
-        Self {
-            lines,
-            kinds: Mutex::default(),
-        }
+        Self { lines, kinds: Mutex::default() }
     }
 
     /// Says something once: a change of state.
@@ -60,21 +57,14 @@ impl Log {
         let now = Instant::now();
         let mut kinds = self.kinds.lock();
         let state = kinds.entry(kind).or_default();
-        if state
-            .last
-            .is_some_and(|last| now.duration_since(last) < QUIET)
-        {
+        if state.last.is_some_and(|last| now.duration_since(last) < QUIET) {
             state.unsaid += count;
             return;
         }
         state.last = Some(now);
         let unsaid = std::mem::take(&mut state.unsaid);
         drop(kinds);
-        let more = if unsaid > 0 {
-            format!(" (and {unsaid} like it before)")
-        } else {
-            String::new()
-        };
+        let more = if unsaid > 0 { format!(" (and {unsaid} like it before)") } else { String::new() };
         self.say(Level::WARN, text() + &more);
     }
 

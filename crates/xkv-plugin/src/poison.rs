@@ -20,17 +20,9 @@ impl Stamp {
         *STAMP.get_or_init(|| {
             let mut stamp = [0; STAMP_BYTES];
             stamp[..16].copy_from_slice(&MAGIC);
-            if std::fs::File::open("/dev/urandom")
-                .and_then(|mut f| f.read_exact(&mut stamp[16..]))
-                .is_err()
-            {
+            if std::fs::File::open("/dev/urandom").and_then(|mut f| f.read_exact(&mut stamp[16..])).is_err() {
                 // Not secret, only unlikely to be anybody's data: process, time and address space layout will do.
-                let seed = format!(
-                    "{}{:?}{:p}",
-                    std::process::id(),
-                    std::time::SystemTime::now(),
-                    &STAMP
-                );
+                let seed = format!("{}{:?}{:p}", std::process::id(), std::time::SystemTime::now(), &STAMP);
                 for (i, byte) in seed.bytes().enumerate() {
                     stamp[16 + i % 48] ^= byte.rotate_left(i as u32 / 48);
                 }

@@ -89,7 +89,8 @@ impl Reactor {
                 Ok(true) => {}
                 Ok(false) => break,
                 Err(_) => {
-                    let text = "internal error in the reactor: all operations in progress are answered as failed";
+                    let text =
+                        "internal error in the reactor: all operations in progress are answered as failed";
                     self.shared.log.say(Level::ERROR, text.into());
                     self.abandon();
                 }
@@ -107,10 +108,7 @@ impl Reactor {
         if matches!(first, Err(RecvTimeoutError::Disconnected)) {
             return false;
         }
-        for message in first
-            .into_iter()
-            .chain(inbox.try_iter().take(MESSAGES_PER_TURN))
-        {
+        for message in first.into_iter().chain(inbox.try_iter().take(MESSAGES_PER_TURN)) {
             if matches!(message, Message::Close) {
                 return false;
             }
@@ -122,12 +120,7 @@ impl Reactor {
             self.tick(now);
         }
         self.pump();
-        for (gauge, keys) in self
-            .shared
-            .live_keys
-            .iter()
-            .zip([self.loads.len(), self.stores.len()])
-        {
+        for (gauge, keys) in self.shared.live_keys.iter().zip([self.loads.len(), self.stores.len()]) {
             gauge.store(keys as u64, Ordering::Relaxed);
         }
         true
@@ -177,10 +170,7 @@ impl Reactor {
         }
         let ahead = (self.shared.backend.slots() / 4).clamp(16, 1024);
         while self.asked[0] + self.window.ready(Class::Load) < ahead && self.open_next() {}
-        while !self.no_room
-            && self.asked[1] + self.window.ready(Class::Store) < ahead
-            && self.begin_next()
-        {}
+        while !self.no_room && self.asked[1] + self.window.ready(Class::Store) < ahead && self.begin_next() {}
     }
 
     pub(crate) fn new_ticket(&mut self) -> u64 {
@@ -201,13 +191,7 @@ impl Reactor {
 
     /// Answers an open key of an operation, and the operation with its last key. Count first: whoever drains the answer
     /// must see it counted.
-    pub(crate) fn answer(
-        &mut self,
-        id: u64,
-        index: usize,
-        ok: bool,
-        error: impl FnOnce() -> String,
-    ) {
+    pub(crate) fn answer(&mut self, id: u64, index: usize, ok: bool, error: impl FnOnce() -> String) {
         let Some(batch) = self.batches.get_mut(&id) else {
             return;
         };
@@ -222,20 +206,10 @@ impl Reactor {
         if batch.open == 0
             && let Some(batch) = self.batches.remove(&id)
         {
-            let answers = batch
-                .answers
-                .into_iter()
-                .map(|answer| answer == Some(true))
-                .collect();
+            let answers = batch.answers.into_iter().map(|answer| answer == Some(true)).collect();
             self.shared.stores_answered(batch.bytes);
             self.shared.stats.answered(batch.operation, batch.submitted);
-            self.shared.complete(Completion::new(
-                id,
-                batch.operation,
-                answers,
-                batch.error,
-                batch.owner,
-            ));
+            self.shared.complete(Completion::new(id, batch.operation, answers, batch.error, batch.owner));
         }
     }
 
@@ -266,16 +240,9 @@ impl Reactor {
             .map(|i| (i, batch.tickets[i]))
             .collect();
         let closing = self.shared.closing.load(Ordering::Acquire);
-        let (miss, outcome) = if closing {
-            (Miss::Refused, Outcome::Failed)
-        } else {
-            (Miss::Deadline, Outcome::TooOld)
-        };
-        let why = if closing {
-            CLOSED
-        } else {
-            "no answer before its deadline"
-        };
+        let (miss, outcome) =
+            if closing { (Miss::Refused, Outcome::Failed) } else { (Miss::Deadline, Outcome::TooOld) };
+        let why = if closing { CLOSED } else { "no answer before its deadline" };
         for (index, ticket) in open {
             match operation {
                 Operation::Get => self.fail_load(ticket, miss, || why.into()),
@@ -283,9 +250,9 @@ impl Reactor {
                 Operation::Set => self.account_store(id, index, outcome, 0, || why.into()),
                 Operation::Exists | Operation::Delete => {
                     if !closing {
-                        self.shared.log.failed(operation.name(), 1, || {
-                            format!("{}: {why}", operation.name())
-                        });
+                        self.shared
+                            .log
+                            .failed(operation.name(), 1, || format!("{}: {why}", operation.name()));
                     }
                     self.answer(id, index, false, || why.into());
                 }
@@ -308,12 +275,10 @@ impl Reactor {
     /// Looks for drives that stopped answering, or answer again.
     fn tick(&mut self, now: Instant) {
         let patience = self.shared.config.wait_timeout;
-        self.next_tick =
-            now + (patience / 8).clamp(Duration::from_millis(1), Duration::from_millis(250));
+        self.next_tick = now + (patience / 8).clamp(Duration::from_millis(1), Duration::from_millis(250));
         let mut stalled = 0;
         for (drive, oldest) in self.shared.backend.oldest_io().into_iter().enumerate() {
-            let silent =
-                oldest.is_some_and(|since| now.saturating_duration_since(since) > patience);
+            let silent = oldest.is_some_and(|since| now.saturating_duration_since(since) > patience);
             let was = self.stalled & drive_set(drive) != 0;
             if silent {
                 stalled |= drive_set(drive);
@@ -326,9 +291,7 @@ impl Reactor {
                 );
                 self.shared.log.say(Level::WARN, text);
             } else if was && !silent {
-                self.shared
-                    .log
-                    .say(Level::WARN, format!("drive {drive} answers again"));
+                self.shared.log.say(Level::WARN, format!("drive {drive} answers again"));
             }
         }
         let newly = stalled & !self.stalled;
@@ -336,25 +299,15 @@ impl Reactor {
         self.shared.stalled.store(stalled, Ordering::Relaxed);
         if newly != 0 {
             let needs = |left: &crate::task::Outstanding| left.needs(newly);
-            let loads: Vec<u64> = self
-                .loads
-                .iter()
-                .filter(|(_, key)| needs(&key.left))
-                .map(|(t, _)| *t)
-                .collect();
-            let stores: Vec<u64> = self
-                .stores
-                .iter()
-                .filter(|(_, key)| needs(&key.left))
-                .map(|(t, _)| *t)
-                .collect();
+            let loads: Vec<u64> =
+                self.loads.iter().filter(|(_, key)| needs(&key.left)).map(|(t, _)| *t).collect();
+            let stores: Vec<u64> =
+                self.stores.iter().filter(|(_, key)| needs(&key.left)).map(|(t, _)| *t).collect();
             for ticket in loads {
                 self.fail_load(ticket, Miss::Stalled, || "its drive does not answer".into());
             }
             for ticket in stores {
-                self.settle(ticket, Outcome::Stalled, || {
-                    "its drive does not answer".into()
-                });
+                self.settle(ticket, Outcome::Stalled, || "its drive does not answer".into());
             }
         }
         self.retry_parked();
@@ -405,9 +358,7 @@ impl Reactor {
                 self.answer(id, index, true, String::new);
             }
             Err(error) => {
-                self.shared
-                    .log
-                    .failed("delete", 1, || format!("delete: {error}"));
+                self.shared.log.failed("delete", 1, || format!("delete: {error}"));
                 self.answer(id, index, false, || error.to_string());
             }
         }
@@ -431,11 +382,7 @@ impl Reactor {
 /// A key for people: text where it is text, cut where it is long.
 pub(crate) fn show(key: &ObjectKey) -> String {
     let text = String::from_utf8_lossy(key.key());
-    let mut shown: String = text
-        .chars()
-        .take(120)
-        .flat_map(char::escape_debug)
-        .collect();
+    let mut shown: String = text.chars().take(120).flat_map(char::escape_debug).collect();
     if text.chars().nth(120).is_some() {
         shown.push_str("...");
     }

@@ -35,15 +35,7 @@ pub enum Miss {
 }
 
 impl Miss {
-    const NAMES: [&str; 7] = [
-        "absent",
-        "size",
-        "not_verified",
-        "io_error",
-        "deadline",
-        "stalled",
-        "refused",
-    ];
+    const NAMES: [&str; 7] = ["absent", "size", "not_verified", "io_error", "deadline", "stalled", "refused"];
 
     /// What such loads are, for the log.
     pub fn plural(self) -> &'static str {
@@ -131,9 +123,7 @@ impl Default for Stats {
     fn default() -> Self {
         // Microseconds up to an hour, two digits.
         let histogram = || {
-            Mutex::new(
-                Histogram::new_with_bounds(1, 3_600_000_000, 2).expect("constant bounds are valid"),
-            )
+            Mutex::new(Histogram::new_with_bounds(1, 3_600_000_000, 2).expect("constant bounds are valid"))
         };
         Self {
             started: Instant::now(),
@@ -163,12 +153,8 @@ impl Stats {
 
     /// Counts keys of a get, exists or delete that went well, and the bytes loaded.
     pub fn hit(&self, operation: Operation, keys: u64, bytes: u64) {
-        self.operations[operation as usize]
-            .hits
-            .fetch_add(keys, Relaxed);
-        self.operations[operation as usize]
-            .bytes
-            .fetch_add(bytes, Relaxed);
+        self.operations[operation as usize].hits.fetch_add(keys, Relaxed);
+        self.operations[operation as usize].bytes.fetch_add(bytes, Relaxed);
     }
 
     /// Counts keys not loaded.
@@ -199,12 +185,8 @@ impl Stats {
         let histogram = self.latencies[operation as usize].lock();
         let [p50, p90, p99] = [0.5, 0.9, 0.99].map(|q| histogram.value_at_quantile(q));
         let get = |counter: &AtomicU64| counter.load(Relaxed);
-        let (tasks, keys, hits, bytes) = (
-            get(&counters.tasks),
-            get(&counters.keys),
-            get(&counters.hits),
-            get(&counters.bytes),
-        );
+        let (tasks, keys, hits, bytes) =
+            (get(&counters.tasks), get(&counters.keys), get(&counters.hits), get(&counters.bytes));
         let value = json!({
             "tasks": tasks, "answered": histogram.len(), "keys": keys, "hits": hits, "bytes": bytes,
             "latency_us": {"p50": p50, "p90": p90, "p99": p99, "max": histogram.max()},
@@ -216,16 +198,10 @@ impl Stats {
     /// and loads.
     pub fn snapshot(&self) -> Map<String, Value> {
         let mut all = Map::new();
-        all.insert(
-            "uptime_s".into(),
-            json!(self.started.elapsed().as_secs_f64()),
-        );
-        let operations = Operation::ALL
-            .map(|operation| (operation.name().to_string(), self.operation(operation).0));
-        all.insert(
-            "operations".into(),
-            Value::Object(Map::from_iter(operations)),
-        );
+        all.insert("uptime_s".into(), json!(self.started.elapsed().as_secs_f64()));
+        let operations =
+            Operation::ALL.map(|operation| (operation.name().to_string(), self.operation(operation).0));
+        all.insert("operations".into(), Value::Object(Map::from_iter(operations)));
         for (name, counter) in Outcome::NAMES.iter().zip(&self.stored) {
             all.insert((*name).into(), json!(counter.load(Relaxed)));
         }
@@ -260,15 +236,10 @@ impl Stats {
             stored(Outcome::Dropped),
             stored(Outcome::Poisoned),
             stored(Outcome::Rejected),
-            [
-                Outcome::TooOld,
-                Outcome::Stalled,
-                Outcome::Deleted,
-                Outcome::Failed
-            ]
-            .map(stored)
-            .iter()
-            .sum::<u64>(),
+            [Outcome::TooOld, Outcome::Stalled, Outcome::Deleted, Outcome::Failed]
+                .map(stored)
+                .iter()
+                .sum::<u64>(),
             self.misses[Miss::NotVerified as usize].load(Relaxed),
             self.discarded.load(Relaxed),
         )
@@ -276,12 +247,7 @@ impl Stats {
 }
 
 /// Writes log lines, and every `interval` the statistics, until nobody is left to send lines.
-pub(crate) fn report(
-    shared: &Arc<Shared>,
-    lines: &Receiver<Line>,
-    stop: &Receiver<()>,
-    interval: Duration,
-) {
+pub(crate) fn report(shared: &Arc<Shared>, lines: &Receiver<Line>, stop: &Receiver<()>, interval: Duration) {
     let mut next = Instant::now() + interval;
     loop {
         crossbeam_channel::select! {
@@ -297,10 +263,7 @@ pub(crate) fn report(
     }
     shared.log.flush();
     lines.try_iter().for_each(|line| line.write());
-    tracing::info!(
-        "closed; {}",
-        shared.stats.line(shared.pending_store_bytes())
-    );
+    tracing::info!("closed; {}", shared.stats.line(shared.pending_store_bytes()));
     write_file(shared);
 }
 
@@ -310,18 +273,13 @@ fn write_file(shared: &Arc<Shared>) {
     };
     if let Err(error) = replace(path, &shared.snapshot().to_string()) {
         let cure = "name a file in a folder that can be written";
-        shared.log.failed("stats_path", 1, || {
-            format!("stats_path={path:?}: cannot write: {error}; {cure}")
-        });
+        shared.log.failed("stats_path", 1, || format!("stats_path={path:?}: cannot write: {error}; {cure}"));
     }
 }
 
 /// Readers see the old content or the new one.
 fn replace(path: &Path, content: &str) -> std::io::Result<()> {
-    let mut name = path
-        .file_name()
-        .ok_or(std::io::ErrorKind::InvalidInput)?
-        .to_os_string();
+    let mut name = path.file_name().ok_or(std::io::ErrorKind::InvalidInput)?.to_os_string();
     name.push(format!(".{}.tmp", std::process::id()));
     let temporary = path.with_file_name(name);
     fs::write(&temporary, content)?;

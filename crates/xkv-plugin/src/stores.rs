@@ -7,37 +7,17 @@ use crate::connector::{BACKLOG, key_fits};
 use crate::copy::{CopyJob, Place};
 use crate::reactor::{Reactor, show};
 use crate::stats::Outcome;
-use crate::task::{
-    Batch, Class, Gathering, Message, Operation, Outstanding, Piece, StoreKey, Submission,
-};
+use crate::task::{Batch, Class, Gathering, Message, Operation, Outstanding, Piece, StoreKey, Submission};
 
 impl Reactor {
     pub(crate) fn take_set(&mut self, submission: Submission) {
-        let Submission {
-            id,
-            submitted,
-            keys,
-            buffers,
-            owner,
-            bytes,
-            accepted,
-        } = submission;
+        let Submission { id, submitted, keys, buffers, owner, bytes, accepted } = submission;
         let deadline = submitted + self.shared.config.store_deadline;
         let (answers, tickets) = (vec![None; keys.len()], vec![0; keys.len()]);
         let (operation, open, error) = (Operation::Set, keys.len(), String::new());
         self.add_batch(
             id,
-            Batch {
-                operation,
-                submitted,
-                deadline,
-                answers,
-                open,
-                tickets,
-                owner,
-                bytes,
-                error,
-            },
+            Batch { operation, submitted, deadline, answers, open, tickets, owner, bytes, error },
         );
         for (index, (bytes, buffer)) in keys.iter().zip(buffers).enumerate() {
             if index >= accepted {
@@ -58,10 +38,7 @@ impl Reactor {
                 continue;
             }
             let key = ObjectKey::new(&self.shared.namespace, bytes);
-            if let Some(store) = self
-                .storing
-                .get(key.digest())
-                .and_then(|ticket| self.stores.get_mut(ticket))
+            if let Some(store) = self.storing.get(key.digest()).and_then(|ticket| self.stores.get_mut(ticket))
             {
                 store.joined.push((id, index));
                 continue;
@@ -74,17 +51,7 @@ impl Reactor {
             let (txn, sums, left, joined) = (None, Vec::new(), Outstanding::default(), Vec::new());
             self.stores.insert(
                 ticket,
-                StoreKey {
-                    batch: id,
-                    index,
-                    key,
-                    buffer,
-                    deadline,
-                    txn,
-                    sums,
-                    left,
-                    joined,
-                },
+                StoreKey { batch: id, index, key, buffer, deadline, txn, sums, left, joined },
             );
             self.waiting[1].push_back(ticket);
         }
@@ -103,9 +70,7 @@ impl Reactor {
         let done = move |begun| {
             let _ = sender.send(Message::Begun { ticket, begun });
         };
-        self.shared
-            .backend
-            .begin(&store.key, store.buffer.len() as u64, Box::new(done));
+        self.shared.backend.begin(&store.key, store.buffer.len() as u64, Box::new(done));
         true
     }
 
@@ -122,12 +87,8 @@ impl Reactor {
                 self.no_room = true;
                 self.parked.push(ticket);
             }
-            Begun::NoSpace => self.settle(ticket, Outcome::Rejected, || {
-                "does not fit into the store".into()
-            }),
-            Begun::ReadOnly => self.settle(ticket, Outcome::Failed, || {
-                "the store takes no changes".into()
-            }),
+            Begun::NoSpace => self.settle(ticket, Outcome::Rejected, || "does not fit into the store".into()),
+            Begun::ReadOnly => self.settle(ticket, Outcome::Failed, || "the store takes no changes".into()),
         }
     }
 
@@ -144,27 +105,15 @@ impl Reactor {
             return;
         };
         let fragments = 0..txn.fragments();
-        if fragments
-            .clone()
-            .any(|index| self.stalled & drive_set(txn.drive(index)) != 0)
-        {
-            return self.settle(ticket, Outcome::Stalled, || {
-                "its drive does not answer".into()
-            });
+        if fragments.clone().any(|index| self.stalled & drive_set(txn.drive(index)) != 0) {
+            return self.settle(ticket, Outcome::Stalled, || "its drive does not answer".into());
         }
         store.sums = vec![FragmentSums::default(); fragments.len()];
-        store.left = Outstanding::new(
-            self.shared.backend.drives(),
-            fragments.clone().map(|index| txn.drive(index)),
-        );
+        store.left =
+            Outstanding::new(self.shared.backend.drives(), fragments.clone().map(|index| txn.drive(index)));
         for index in fragments {
             let drive = txn.drive(index) as u16;
-            self.window.push(Piece {
-                class: Class::Store,
-                ticket,
-                index,
-                drive,
-            });
+            self.window.push(Piece { class: Class::Store, ticket, index, drive });
         }
         store.txn = Some(txn);
     }
@@ -172,22 +121,14 @@ impl Reactor {
     /// Has a fragment copied into `slot`.
     pub(crate) fn gather(&mut self, piece: Piece, slot: SlotBuf) {
         let store = &self.stores[&piece.ticket];
-        let txn = store
-            .txn
-            .as_ref()
-            .expect("only begun objects have fragments in the window");
+        let txn = store.txn.as_ref().expect("only begun objects have fragments in the window");
         let place = Place {
             buffer: store.buffer.clone(),
             offset: piece.index as usize * self.shared.backend.fragment_bytes(),
             len: txn.fragment_len(piece.index),
             digest: *store.key.digest(),
         };
-        let _ = self.copies.send(CopyJob::Gather {
-            piece,
-            place,
-            slot,
-            deadline: store.deadline,
-        });
+        let _ = self.copies.send(CopyJob::Gather { piece, place, slot, deadline: store.deadline });
     }
 
     pub(crate) fn gathered(&mut self, piece: Piece, outcome: Gathering) {
@@ -203,10 +144,7 @@ impl Reactor {
                     drop(slot);
                     let _ = sender.send(Message::Written { piece, result });
                 };
-                let txn = store
-                    .txn
-                    .as_ref()
-                    .expect("a store in progress has its transaction");
+                let txn = store.txn.as_ref().expect("a store in progress has its transaction");
                 txn.write(piece.index, slot, Box::new(done));
             }
             Gathering::TooOld | Gathering::Closed => {
@@ -226,11 +164,7 @@ impl Reactor {
         };
         if let Err(error) = result {
             let full = matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
-            let outcome = if full {
-                Outcome::Rejected
-            } else {
-                Outcome::Failed
-            };
+            let outcome = if full { Outcome::Rejected } else { Outcome::Failed };
             return self.settle(ticket, outcome, || {
                 format!("fragment {} on drive {}: {error}", piece.index, piece.drive)
             });
@@ -251,11 +185,7 @@ impl Reactor {
             Ok(()) => self.settle(ticket, Outcome::Stored, String::new),
             Err(error) => {
                 let removed = error.kind() == ErrorKind::Removed;
-                let outcome = if removed {
-                    Outcome::Deleted
-                } else {
-                    Outcome::Failed
-                };
+                let outcome = if removed { Outcome::Deleted } else { Outcome::Failed };
                 self.settle(ticket, outcome, || error.to_string());
             }
         }
@@ -268,23 +198,10 @@ impl Reactor {
         };
         self.storing.remove(store.key.digest());
         store.buffer.close();
-        let why = if outcome.ok() {
-            String::new()
-        } else {
-            format!("store of {}: {}", show(&store.key), why())
-        };
-        self.account_store(
-            store.batch,
-            store.index,
-            outcome,
-            store.buffer.len() as u64,
-            || why.clone(),
-        );
-        let outcome = if outcome.ok() {
-            Outcome::Deduped
-        } else {
-            outcome
-        };
+        let why =
+            if outcome.ok() { String::new() } else { format!("store of {}: {}", show(&store.key), why()) };
+        self.account_store(store.batch, store.index, outcome, store.buffer.len() as u64, || why.clone());
+        let outcome = if outcome.ok() { Outcome::Deduped } else { outcome };
         for (batch, index) in store.joined {
             self.account_store(batch, index, outcome, 0, || why.clone());
         }

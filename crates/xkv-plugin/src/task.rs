@@ -27,12 +27,7 @@ pub enum Operation {
 
 impl Operation {
     /// All of them.
-    pub const ALL: [Operation; 4] = [
-        Operation::Get,
-        Operation::Set,
-        Operation::Exists,
-        Operation::Delete,
-    ];
+    pub const ALL: [Operation; 4] = [Operation::Get, Operation::Set, Operation::Exists, Operation::Delete];
 
     /// Its name in statistics.
     pub fn name(self) -> &'static str {
@@ -75,13 +70,7 @@ impl Completion {
         };
         let error = if ok { String::new() } else { error };
         let results = (operation != Operation::Set).then_some(answers);
-        Self {
-            id,
-            ok,
-            error,
-            results,
-            owner,
-        }
+        Self { id, ok, error, results, owner }
     }
 }
 
@@ -234,10 +223,7 @@ pub struct Outstanding {
 impl Outstanding {
     /// One entry per fragment: its drive.
     pub fn new(drives: usize, fragments: impl Iterator<Item = usize>) -> Self {
-        let mut outstanding = Self {
-            by_drive: vec![0; drives],
-            total: 0,
-        };
+        let mut outstanding = Self { by_drive: vec![0; drives], total: 0 };
         for drive in fragments {
             outstanding.by_drive[drive] += 1;
             outstanding.total += 1;
@@ -254,9 +240,8 @@ impl Outstanding {
 
     /// Whether fragments on any of `drives` are missing.
     pub fn needs(&self, drives: DriveSet) -> bool {
-        let needed = |(drive, left): (usize, &u32)| {
-            *left > 0 && drives & crate::backend::drive_set(drive) != 0
-        };
+        let needed =
+            |(drive, left): (usize, &u32)| *left > 0 && drives & crate::backend::drive_set(drive) != 0;
         self.by_drive.iter().enumerate().any(needed)
     }
 }

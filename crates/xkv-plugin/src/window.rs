@@ -26,11 +26,7 @@ struct Lane {
 impl Window {
     /// A window of `slots` over `drives`.
     pub fn new(slots: usize, drives: usize) -> Self {
-        let lane = || Lane {
-            queues: vec![VecDeque::new(); drives],
-            turn: 0,
-            in_flight: 0,
-        };
+        let lane = || Lane { queues: vec![VecDeque::new(); drives], turn: 0, in_flight: 0 };
         Self {
             slots,
             drive_cap: (2 * slots).div_ceil(drives + 1).min(slots),
@@ -100,10 +96,7 @@ impl Window {
     /// Fragments that wait for a slot alone, not for a drive that has its share.
     pub fn ready(&self, class: Class) -> usize {
         let queues = self.lanes[class as usize].queues.iter().zip(&self.busy);
-        queues
-            .filter(|(_, busy)| **busy < self.drive_cap)
-            .map(|(queue, _)| queue.len())
-            .sum()
+        queues.filter(|(_, busy)| **busy < self.drive_cap).map(|(queue, _)| queue.len()).sum()
     }
 
     /// Fragments that hold slots.
@@ -119,12 +112,7 @@ mod tests {
     fn fill(window: &mut Window, class: Class, drives: u16, per_drive: u32) {
         for index in 0..per_drive {
             for drive in 0..drives {
-                window.push(Piece {
-                    class,
-                    ticket: 1,
-                    index,
-                    drive,
-                });
+                window.push(Piece { class, ticket: 1, index, drive });
             }
         }
     }
@@ -149,10 +137,7 @@ mod tests {
         fill(&mut window, Class::Load, 1, 500);
         fill(&mut window, Class::Store, 1, 500);
         let taken = take_all(&mut window, 64);
-        assert_eq!(
-            (count(&taken, Class::Load), count(&taken, Class::Store)),
-            (56, 8)
-        );
+        assert_eq!((count(&taken, Class::Load), count(&taken, Class::Store)), (56, 8));
 
         let mut window = Window::new(64, 1);
         fill(&mut window, Class::Store, 1, 500);
@@ -178,12 +163,7 @@ mod tests {
         for drives in 2..=8 {
             let mut window = Window::new(64, drives as usize);
             for index in 0..1000 {
-                window.push(Piece {
-                    class: Class::Load,
-                    ticket: 1,
-                    index,
-                    drive: 0,
-                });
+                window.push(Piece { class: Class::Load, ticket: 1, index, drive: 0 });
             }
             let stuck = take_all(&mut window, 64).len();
             assert!(stuck <= 44, "{drives} drives: {stuck} slots");

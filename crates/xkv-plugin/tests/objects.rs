@@ -23,16 +23,9 @@ fn sizes_around_every_boundary_come_back_in_one_mixed_batch() {
     ];
     for drives in [1, 3] {
         let mut client = Client::on(&memory_drives(drives, 256 * MIB), 256, config());
-        let names: Vec<String> = sizes
-            .iter()
-            .map(|size| format!("object of {size}"))
-            .collect();
+        let names: Vec<String> = sizes.iter().map(|size| format!("object of {size}")).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
-        let data: Vec<Vec<u8>> = sizes
-            .iter()
-            .enumerate()
-            .map(|(i, &n)| contents(i as u64, n))
-            .collect();
+        let data: Vec<Vec<u8>> = sizes.iter().enumerate().map(|(i, &n)| contents(i as u64, n)).collect();
         let sources: Vec<Memory> = data.iter().map(|data| Memory::new(data)).collect();
         let id = client.set(&names, &sources);
         let answer = client.answer(id);
@@ -41,25 +34,17 @@ fn sizes_around_every_boundary_come_back_in_one_mixed_batch() {
         let id = client.get(&names, &targets);
         assert_eq!(client.results(id), vec![true; sizes.len()]);
         for (i, size) in sizes.iter().enumerate() {
-            assert!(
-                targets[i].bytes() == data[i],
-                "{size} bytes on {drives} drives"
-            );
-            assert!(
-                sources[i].bytes() == data[i],
-                "the source of {size} bytes was changed"
-            );
+            assert!(targets[i].bytes() == data[i], "{size} bytes on {drives} drives");
+            assert!(sources[i].bytes() == data[i], "the source of {size} bytes was changed");
         }
     }
 }
 
 #[test]
 fn every_way_to_verify_loads_and_only_full_and_sample_notice_their_bytes() {
-    for (verify, sampled_flip_hits, other_flip_hits) in [
-        (Verify::Full, false, false),
-        (Verify::Sample, false, true),
-        (Verify::Off, true, true),
-    ] {
+    for (verify, sampled_flip_hits, other_flip_hits) in
+        [(Verify::Full, false, false), (Verify::Sample, false, true), (Verify::Off, true, true)]
+    {
         let drive = xkv_store::io::device::testing::MemoryDevice::new(16 * MIB);
         let mut client = Client::on(&[drive.clone()], 16, Config { verify, ..config() });
         let data = contents(1, 3 * FRAGMENT);
@@ -69,17 +54,9 @@ fn every_way_to_verify_loads_and_only_full_and_sample_notice_their_bytes() {
         for (within, hits) in [(10, sampled_flip_hits), (1000, other_flip_hits)] {
             let at = find(&*drive, &data[FRAGMENT..2 * FRAGMENT]) + within;
             drive.flip(at, 1);
-            assert_eq!(
-                client.load("a", data.len()).is_some(),
-                hits,
-                "{verify:?}, byte {within}"
-            );
+            assert_eq!(client.load("a", data.len()).is_some(), hits, "{verify:?}, byte {within}");
             drive.flip(at, 1);
-            assert_eq!(
-                client.present(&["a"]),
-                [hits],
-                "a damaged object is removed"
-            );
+            assert_eq!(client.present(&["a"]), [hits], "a damaged object is removed");
             assert!(client.put("a", 1, data.len()), "the next store repairs it");
             assert_eq!(client.load("a", data.len()).as_deref(), Some(&data[..]));
         }
@@ -113,13 +90,9 @@ fn a_buffer_of_another_size_is_a_miss_and_the_object_goes() {
 #[test]
 fn ten_thousand_keys_in_one_batch() {
     let mut client = Client::on(&memory_drives(2, 128 * MIB), 64, config());
-    let names: Vec<String> = (0..10_000)
-        .map(|i| format!("model@0100@0@{i:064x}"))
-        .collect();
+    let names: Vec<String> = (0..10_000).map(|i| format!("model@0100@0@{i:064x}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    let data: Vec<Vec<u8>> = (0..10_000)
-        .map(|i| contents(i, 100 + i as usize % 5000))
-        .collect();
+    let data: Vec<Vec<u8>> = (0..10_000).map(|i| contents(i, 100 + i as usize % 5000)).collect();
     let sources: Vec<Memory> = data.iter().map(|data| Memory::new(data)).collect();
     let id = client.set(&names, &sources);
     assert!(client.ok(id));
@@ -156,11 +129,7 @@ fn odd_keys_are_told_apart() {
         assert!(client.put(key, i as u64, 5000));
     }
     for (i, key) in keys.iter().enumerate() {
-        assert_eq!(
-            client.load(key, 5000),
-            Some(contents(i as u64, 5000)),
-            "{key:?}"
-        );
+        assert_eq!(client.load(key, 5000), Some(contents(i as u64, 5000)), "{key:?}");
     }
 }
 
@@ -178,10 +147,7 @@ fn a_key_that_no_manifest_could_hold_is_refused_alone() {
 #[test]
 fn namespaces_do_not_meet() {
     let drives = memory_drives(1, 16 * MIB);
-    let named = |name: &[u8]| Config {
-        namespace: name.to_vec(),
-        ..config()
-    };
+    let named = |name: &[u8]| Config { namespace: name.to_vec(), ..config() };
     let mut client = Client::on(&drives, 16, named(b"bf16"));
     assert!(client.put("a", 1, 5000));
     drop(client);
@@ -195,12 +161,7 @@ fn namespaces_do_not_meet() {
 #[test]
 fn empty_batches_and_useless_buffers_are_answered() {
     let mut client = Client::on(&memory_drives(1, 16 * MIB), 16, config());
-    for id in [
-        client.set(&[], &[]),
-        client.get(&[], &[]),
-        client.exists(&[]),
-        client.delete(&[]),
-    ] {
+    for id in [client.set(&[], &[]), client.get(&[], &[]), client.exists(&[]), client.delete(&[])] {
         assert!(client.ok(id));
     }
     let id = client.set(&["empty"], &[Memory::blank(0)]);
@@ -210,17 +171,11 @@ fn empty_batches_and_useless_buffers_are_answered() {
     assert!(client.put("a", 1, 100));
     let good = Memory::blank(100);
     let keys = vec![b"a".to_vec(), b"a".to_vec()];
-    let id = client
-        .connector
-        .submit_get(keys.clone(), vec![None, good.buffer()], Box::new(()));
+    let id = client.connector.submit_get(keys.clone(), vec![None, good.buffer()], Box::new(()));
     assert_eq!(client.results(id), [false, true]);
-    let id = client
-        .connector
-        .submit_set(keys.clone(), vec![good.buffer()], Box::new(()));
+    let id = client.connector.submit_set(keys.clone(), vec![good.buffer()], Box::new(()));
     assert!(!client.ok(id), "one buffer for two keys");
-    let id = client
-        .connector
-        .submit_get(keys, vec![good.buffer()], Box::new(()));
+    let id = client.connector.submit_get(keys, vec![good.buffer()], Box::new(()));
     assert_eq!(client.results(id), [false, false]);
     assert!(good.is_stamped());
 }
@@ -231,9 +186,7 @@ fn owners_come_back_with_the_answer() {
     let memory = Memory::new(&contents(1, 10_000));
     let owner = std::sync::Arc::new(());
     let buffers = vec![memory.buffer()];
-    let id = client
-        .connector
-        .submit_set(vec![b"a".to_vec()], buffers, Box::new(owner.clone()));
+    let id = client.connector.submit_set(vec![b"a".to_vec()], buffers, Box::new(owner.clone()));
     let answer = client.answer(id);
     assert_eq!(std::sync::Arc::strong_count(&owner), 2);
     drop(answer);

@@ -16,10 +16,7 @@ fn a_present_object_is_skipped_and_never_replaced() {
     assert!(client.put("a", 1, 5000));
     assert!(client.put("a", 2, 5000));
     assert_eq!(client.load("a", 5000), Some(contents(1, 5000)));
-    assert_eq!(
-        (client.count("store_stored"), client.count("store_skipped")),
-        (1, 1)
-    );
+    assert_eq!((client.count("store_stored"), client.count("store_skipped")), (1, 1));
 }
 
 #[test]
@@ -31,50 +28,31 @@ fn a_key_that_is_being_stored_is_joined_in_the_same_batch_and_from_another() {
     let first = client.set(&["a", "a", "b"], &[memory, memory, memory]);
     assert!(drive.await_waiting(1, SOON));
     let second = client.set(&["a"], &[memory]);
-    assert_eq!(
-        client.present(&["a", "b"]),
-        [false, false],
-        "not before the manifest"
-    );
-    assert_eq!(
-        client.load("a", 5000),
-        None,
-        "a load of a key still being stored is a miss"
-    );
+    assert_eq!(client.present(&["a", "b"]), [false, false], "not before the manifest");
+    assert_eq!(client.load("a", 5000), None, "a load of a key still being stored is a miss");
     drive.resume();
     assert!(client.ok(first) && client.ok(second));
-    assert_eq!(
-        (client.count("store_stored"), client.count("store_deduped")),
-        (2, 2)
-    );
+    assert_eq!((client.count("store_stored"), client.count("store_deduped")), (2, 2));
     assert_eq!(client.store_stats()["committed"], 2);
 }
 
 #[test]
 fn what_exceeds_the_backlog_is_dropped_at_once_and_the_rest_stored() {
     let drive = StallDevice::new(MemoryDevice::new(16 * MIB));
-    let limit = Config {
-        max_pending_store_bytes: 3 * 5000,
-        ..config()
-    };
+    let limit = Config { max_pending_store_bytes: 3 * 5000, ..config() };
     let mut client = Client::on(&[drive.clone()], 16, limit);
     drive.stall(Calls::WRITES);
     let memory = Memory::new(&contents(1, 5000));
     let slow = client.set(&["a", "b"], &[memory; 2]);
     let partly = client.set(&["c", "d", "e"], &[memory; 3]);
     let dropped = client.set(&["f"], &[memory]);
-    let answer = client
-        .answer_within(dropped, SOON)
-        .expect("answered while the drive stalls");
+    let answer = client.answer_within(dropped, SOON).expect("answered while the drive stalls");
     assert!(!answer.ok);
     drive.resume();
     assert!(client.ok(slow));
     assert!(!client.ok(partly));
     assert_eq!(client.count("store_dropped"), 3);
-    assert_eq!(
-        client.present(&["a", "b", "c", "d", "e", "f"]),
-        [true, true, true, false, false, false]
-    );
+    assert_eq!(client.present(&["a", "b", "c", "d", "e", "f"]), [true, true, true, false, false, false]);
     assert!(client.put("f", 1, 5000), "the backlog is gone");
 }
 
@@ -88,10 +66,7 @@ fn three_times_the_capacity_evicts_the_oldest_and_keeps_the_newest() {
         assert!(client.store_stats()["slots_used"].as_u64().unwrap() <= slots);
     }
     let newest = objects - 1;
-    assert_eq!(
-        client.load(&format!("{newest}"), 4 * FRAGMENT),
-        Some(contents(newest, 4 * FRAGMENT))
-    );
+    assert_eq!(client.load(&format!("{newest}"), 4 * FRAGMENT), Some(contents(newest, 4 * FRAGMENT)));
     assert_eq!(client.present(&["0"]), [false]);
 }
 
@@ -114,12 +89,7 @@ fn a_failed_loads_buffer_is_refused_as_a_store_until_it_was_filled() {
     let fresh = Memory::new(&contents(2, 5000));
     let id = client.set(&["a", "b"], &[memory, fresh]);
     assert_eq!(
-        client
-            .connector
-            .drain()
-            .iter()
-            .map(|answer| answer.id)
-            .collect::<Vec<_>>(),
+        client.connector.drain().iter().map(|answer| answer.id).collect::<Vec<_>>(),
         [id],
         "inside submit"
     );
@@ -128,10 +98,7 @@ fn a_failed_loads_buffer_is_refused_as_a_store_until_it_was_filled() {
 
     memory.write(&contents(1, 5000));
     let id = client.set(&["a"], &[memory]);
-    assert!(
-        client.ok(id),
-        "a recomputed object under the same key and address"
-    );
+    assert!(client.ok(id), "a recomputed object under the same key and address");
     assert_eq!(client.load("a", 5000), Some(contents(1, 5000)));
 }
 
@@ -140,10 +107,7 @@ fn a_delete_ends_the_store_before_it_and_not_the_one_after() {
     let drive = StallDevice::new(MemoryDevice::new(16 * MIB));
     let mut client = Client::on(&[drive.clone()], 16, config());
     drive.stall(Calls::WRITES);
-    let (old, new) = (
-        Memory::new(&contents(1, 5000)),
-        Memory::new(&contents(2, 5000)),
-    );
+    let (old, new) = (Memory::new(&contents(1, 5000)), Memory::new(&contents(2, 5000)));
     let before = client.set(&["a"], &[old]);
     let joined = client.set(&["a"], &[old]);
     assert!(drive.await_waiting(1, SOON));

@@ -9,9 +9,7 @@ use std::time::{Duration, Instant};
 use common::{Client, FRAGMENT, MIB, Memory, config, contents};
 use xkv_plugin::Config;
 use xkv_store::io::Device;
-use xkv_store::io::device::testing::{
-    Calls, Effect, Fault, FaultyDevice, MemoryDevice, StallDevice,
-};
+use xkv_store::io::device::testing::{Calls, Effect, Fault, FaultyDevice, MemoryDevice, StallDevice};
 
 struct Random(u64);
 
@@ -31,14 +29,7 @@ enum Asked {
 
 /// Objects are named by number; the number gives size and contents.
 fn size(object: u64) -> usize {
-    [
-        1,
-        100,
-        FRAGMENT,
-        FRAGMENT + 1,
-        5 * FRAGMENT,
-        30 * FRAGMENT + 7,
-    ][object as usize % 6]
+    [1, 100, FRAGMENT, FRAGMENT + 1, 5 * FRAGMENT, 30 * FRAGMENT + 7][object as usize % 6]
 }
 
 #[test]
@@ -49,13 +40,10 @@ fn a_random_storm_with_faults_is_answered_exactly_once() {
 }
 
 fn storm(seed: u64) {
-    let faulty: Vec<Arc<FaultyDevice>> = (0..3)
-        .map(|i| FaultyDevice::new(MemoryDevice::named(&format!("{i}"), 8 * MIB)))
-        .collect();
-    let stalling: Vec<Arc<StallDevice>> = faulty
-        .iter()
-        .map(|drive| StallDevice::new(drive.clone()))
-        .collect();
+    let faulty: Vec<Arc<FaultyDevice>> =
+        (0..3).map(|i| FaultyDevice::new(MemoryDevice::named(&format!("{i}"), 8 * MIB))).collect();
+    let stalling: Vec<Arc<StallDevice>> =
+        faulty.iter().map(|drive| StallDevice::new(drive.clone())).collect();
     let drives: Vec<Arc<dyn Device>> = stalling.iter().map(|drive| drive.clone() as _).collect();
     let settings = Config {
         wait_timeout: Duration::from_millis(60),
@@ -74,21 +62,13 @@ fn storm(seed: u64) {
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         let (id, what) = match random.below(10) {
             0..4 => {
-                let memory: Vec<Memory> = objects
-                    .iter()
-                    .map(|&object| Memory::new(&contents(object, size(object))))
-                    .collect();
+                let memory: Vec<Memory> =
+                    objects.iter().map(|&object| Memory::new(&contents(object, size(object)))).collect();
                 (client.set(&names, &memory), Asked::Other)
             }
             4..8 => {
-                let memory: Vec<Memory> = objects
-                    .iter()
-                    .map(|&object| Memory::blank(size(object)))
-                    .collect();
-                (
-                    client.get(&names, &memory),
-                    Asked::Get(objects.into_iter().zip(memory).collect()),
-                )
+                let memory: Vec<Memory> = objects.iter().map(|&object| Memory::blank(size(object))).collect();
+                (client.get(&names, &memory), Asked::Get(objects.into_iter().zip(memory).collect()))
             }
             8 => (client.exists(&names), Asked::Other),
             _ => (client.delete(&names), Asked::Other),
@@ -99,27 +79,17 @@ fn storm(seed: u64) {
             0 => stalling[drive].stall(Calls::ALL),
             1 => stalling[drive].stall(Calls::READS),
             2..8 => stalling.iter().for_each(|drive| drive.resume()),
-            8 => faulty[drive].inject(Fault {
-                times: 2,
-                ..Fault::every(Calls::READS, Effect::Errno(libc::EIO))
-            }),
-            9 => faulty[drive].inject(Fault {
-                times: 2,
-                ..Fault::every(Calls::READS, Effect::Lie)
-            }),
-            10 => faulty[drive].inject(Fault {
-                times: 2,
-                ..Fault::every(Calls::READS, Effect::Short)
-            }),
+            8 => faulty[drive]
+                .inject(Fault { times: 2, ..Fault::every(Calls::READS, Effect::Errno(libc::EIO)) }),
+            9 => faulty[drive].inject(Fault { times: 2, ..Fault::every(Calls::READS, Effect::Lie) }),
+            10 => faulty[drive].inject(Fault { times: 2, ..Fault::every(Calls::READS, Effect::Short) }),
             _ => {}
         }
         hits += check(&mut client, &mut asked);
         if random.below(20) == 0 {
             let (&id, _) = asked.iter().next().unwrap_or((&0, &Asked::Other));
             if id != 0 {
-                let answer = client
-                    .answer_within(id, Duration::from_secs(5))
-                    .expect("by its deadline");
+                let answer = client.answer_within(id, Duration::from_secs(5)).expect("by its deadline");
                 hits += settle(asked.remove(&id).unwrap(), &answer);
             }
         }
@@ -129,9 +99,7 @@ fn storm(seed: u64) {
     let started = Instant::now();
     let left: Vec<u64> = asked.keys().copied().collect();
     for id in left {
-        let answer = client
-            .answer_within(id, Duration::from_secs(5))
-            .expect("by its deadline");
+        let answer = client.answer_within(id, Duration::from_secs(5)).expect("by its deadline");
         hits += settle(asked.remove(&id).unwrap(), &answer);
     }
     assert!(started.elapsed() < Duration::from_secs(5));
@@ -155,16 +123,9 @@ fn storm(seed: u64) {
         let name = object.to_string();
         let started = Instant::now();
         while !client.put(&name, object, size(object)) {
-            assert!(
-                started.elapsed() < Duration::from_secs(5),
-                "{object}; {}",
-                client.connector.stats()
-            );
+            assert!(started.elapsed() < Duration::from_secs(5), "{object}; {}", client.connector.stats());
         }
-        assert_eq!(
-            client.load(&name, size(object)),
-            Some(contents(object, size(object)))
-        );
+        assert_eq!(client.load(&name, size(object)), Some(contents(object, size(object))));
     }
 }
 
@@ -184,11 +145,7 @@ fn settle(what: Asked, answer: &xkv_plugin::Completion) -> usize {
     assert_eq!(results.len(), loads.len());
     for ((object, memory), &loaded) in loads.iter().zip(results) {
         if loaded {
-            assert_eq!(
-                memory.bytes(),
-                contents(*object, size(*object)),
-                "object {object}"
-            );
+            assert_eq!(memory.bytes(), contents(*object, size(*object)), "object {object}");
         } else {
             assert_eq!(memory.is_stamped(), size(*object) >= 64, "object {object}");
         }

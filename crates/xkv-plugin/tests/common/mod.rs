@@ -70,21 +70,14 @@ impl Memory {
         let (before, rest) = all.split_at(MARGIN);
         let (bytes, after) = rest.split_at(self.len);
         let margins = before.iter().chain(after);
-        assert!(
-            margins.copied().all(|byte| byte == MARGIN_BYTE),
-            "written beside the buffer"
-        );
+        assert!(margins.copied().all(|byte| byte == MARGIN_BYTE), "written beside the buffer");
         bytes
     }
 
     pub fn write(&mut self, data: &[u8]) {
         assert_eq!(data.len(), self.len);
         // SAFETY: inside the leaked memory; nobody else touches it at that moment.
-        unsafe {
-            self.start
-                .add(MARGIN)
-                .copy_from(NonNull::from(data).cast(), data.len())
-        };
+        unsafe { self.start.add(MARGIN).copy_from(NonNull::from(data).cast(), data.len()) };
     }
 
     pub fn is_stamped(&self) -> bool {
@@ -93,24 +86,15 @@ impl Memory {
 }
 
 pub fn memory_drives(drives: usize, bytes: u64) -> Vec<Arc<dyn Device>> {
-    (0..drives)
-        .map(|i| MemoryDevice::named(&format!("drive {i}"), bytes) as Arc<dyn Device>)
-        .collect()
+    (0..drives).map(|i| MemoryDevice::named(&format!("drive {i}"), bytes) as Arc<dyn Device>).collect()
 }
 
 pub fn store_config() -> StoreConfig {
-    StoreConfig {
-        fragment_bytes: Some(FRAGMENT as u32),
-        engine: EngineKind::Pool,
-        ..StoreConfig::default()
-    }
+    StoreConfig { fragment_bytes: Some(FRAGMENT as u32), engine: EngineKind::Pool, ..StoreConfig::default() }
 }
 
 pub fn config() -> Config {
-    Config {
-        copy_threads: Some(2),
-        ..Config::default()
-    }
+    Config { copy_threads: Some(2), ..Config::default() }
 }
 
 /// A connector and the answers that were drained but not asked for yet.
@@ -124,22 +108,17 @@ impl Client {
         let store = Store::open_on(drives.to_vec(), &store_config()).expect("the store opens");
         let backend = Embedded::on(store, slots).expect("slots can be had");
         let connector = Connector::new(Arc::new(backend), config).expect("threads can be had");
-        Self {
-            connector,
-            answers: HashMap::new(),
-        }
+        Self { connector, answers: HashMap::new() }
     }
 
     pub fn set(&self, keys: &[&str], memory: &[Memory]) -> u64 {
         let buffers = memory.iter().map(|memory| memory.buffer()).collect();
-        self.connector
-            .submit_set(encoded(keys), buffers, Box::new(()))
+        self.connector.submit_set(encoded(keys), buffers, Box::new(()))
     }
 
     pub fn get(&self, keys: &[&str], memory: &[Memory]) -> u64 {
         let buffers = memory.iter().map(|memory| memory.buffer()).collect();
-        self.connector
-            .submit_get(encoded(keys), buffers, Box::new(()))
+        self.connector.submit_get(encoded(keys), buffers, Box::new(()))
     }
 
     pub fn exists(&self, keys: &[&str]) -> u64 {
@@ -159,10 +138,7 @@ impl Client {
     fn take(&mut self) {
         for answer in self.connector.drain() {
             let id = answer.id;
-            assert!(
-                self.answers.insert(id, answer).is_none(),
-                "{id} was answered twice"
-            );
+            assert!(self.answers.insert(id, answer).is_none(), "{id} was answered twice");
         }
     }
 
@@ -212,11 +188,7 @@ impl Client {
         let memory = Memory::blank(len);
         let id = self.get(&[name], &[memory]);
         let loaded = self.results(id) == [true];
-        assert_eq!(
-            memory.is_stamped(),
-            !loaded && len >= 64,
-            "stamped when and only when missed"
-        );
+        assert_eq!(memory.is_stamped(), !loaded && len >= 64, "stamped when and only when missed");
         loaded.then(|| memory.bytes().to_vec())
     }
 
@@ -226,9 +198,7 @@ impl Client {
     }
 
     pub fn count(&self, name: &str) -> u64 {
-        self.connector.stats()[name]
-            .as_u64()
-            .unwrap_or_else(|| panic!("{name} is counted"))
+        self.connector.stats()[name].as_u64().unwrap_or_else(|| panic!("{name} is counted"))
     }
 
     pub fn store_stats(&self) -> Value {
