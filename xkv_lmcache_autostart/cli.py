@@ -330,5 +330,9 @@ def _complain(text: str) -> None:
 
 def run() -> NoReturn:
     """The entry point behind `__main__`."""
+    # A launcher without standard streams must not mistake the next file that it opens for one.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
     main(prog_name=f"python3 -m {PROGRAM}")
     raise AssertionError("click's standalone mode exits")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import time
 from collections import deque
 from typing import Final
 
 TAIL_LINES: Final = 20
+_COLOUR: Final = re.compile(rb"\x1b\[[0-9;]*m")
 _READ_BYTES: Final = 65536
 _PENDING_BYTES: Final = 2**20
 
@@ -99,6 +101,7 @@ class Relay:
             os.close(self.source)
 
     def _take(self, lines: bytes) -> None:
-        self._tail.extend(line.decode(errors="replace") for line in lines.splitlines() if line.strip())
+        plain = _COLOUR.sub(b"", lines)
+        self._tail.extend(line.decode(errors="replace") for line in plain.splitlines() if line.strip())
         if not self._lost_target:
             self._pending += lines

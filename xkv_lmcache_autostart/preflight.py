@@ -14,7 +14,7 @@ from typing import Final
 
 from xkv_lmcache.params import AdapterParams
 from xkv_lmcache_autostart import machine, sockets
-from xkv_lmcache_autostart.command import PLUGIN_MODULE, plain
+from xkv_lmcache_autostart.command import CPU_BLOCK_SIZE, PLUGIN_MODULE, plain
 from xkv_lmcache_autostart.grammar import GIB
 from xkv_lmcache_autostart.settings import Configuration, Settings
 
@@ -101,6 +101,12 @@ def _accelerator(settings: Settings, environ: Mapping[str, str]) -> Finding:
         text = (
             "no accelerator is visible, and LMC_TRANSFER_MODE=lmcache_driven lets vLLM on a CPU wait for "
             "answers in vain; unset it or write auto"
+        )
+        return Finding("accelerator", Level.WARNING, text)
+    if settings.chunk % CPU_BLOCK_SIZE:
+        text = (
+            f"no accelerator is visible, and LMC_CHUNK={settings.chunk} is no multiple of vLLM's block size "
+            f"on a CPU, {CPU_BLOCK_SIZE}: vLLM will not start unless its --block-size divides it"
         )
         return Finding("accelerator", Level.WARNING, text)
     return Finding("accelerator", Level.OK, "no accelerator is visible; KV cache is copied by the CPU")

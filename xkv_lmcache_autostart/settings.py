@@ -297,7 +297,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _connectable(host: str) -> str:
-    return "127.0.0.1" if host == "0.0.0.0" else host
+    # A name could lead to IPv6 and to somebody else, an address cannot.
+    return "127.0.0.1" if host in ("0.0.0.0", "localhost") else host
 
 
 def _texts(environ: Mapping[str, str], options: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:

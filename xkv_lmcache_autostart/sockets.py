@@ -23,11 +23,11 @@ class Listener:
 
 
 def listeners(host: str, port: int) -> list[Listener]:
-    """The listening sockets that a client of `host`:`port` could reach.
+    """The listening sockets that a client of `host`:`port` could reach by IPv4, which is what LMCache has.
 
     Raises `OSError` where /proc does not show sockets, or `host` does not resolve.
     """
-    wanted = {ip_address(str(info[4][0])) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    wanted = {ip_address(str(info[4][0])) for info in socket.getaddrinfo(host, port, socket.AF_INET)}
     return [
         listener
         for listener in _listening()

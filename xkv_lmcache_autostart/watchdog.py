@@ -48,12 +48,11 @@ class Watchdog:
             self._tell(f"+{group}\n")
 
     def close(self) -> None:
-        """Let it go; it ends by itself, having nothing left to end."""
-        for group in list(self._groups):
-            self.forget(group)
-        os.close(self._pipe)
-        with contextlib.suppress(ChildProcessError):
+        """End it; there is nothing left that it would have to end."""
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
+        os.close(self._pipe)
 
     def _start(self) -> None:
         reader, self._pipe = os.pipe()
@@ -79,20 +78,21 @@ def _run(pipe: int, grace_s: float, mark: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     processes.set_name("xkv-watchdog")
-    pipe = _keep_only(pipe)
+    _keep_only(pipe)
     groups = _read_groups(pipe)
     if groups:
         _end(groups, grace_s, mark)
 
 
-def _keep_only(pipe: int) -> int:
+def _keep_only(pipe: int) -> None:
     """Close every descriptor but stderr and the pipe, so that nothing is held open for others."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    os.dup2(pipe, 3, inheritable=False)
-    os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-    return 3
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in (0, 1, 2, pipe):
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(int(name))
 
 
 def _read_groups(pipe: int) -> set[int]:

@@ -158,6 +158,14 @@ def test_transfer_mode_without_accelerator(tmp_path: Path) -> None:
     assert findings(tmp_path, LMC_TRANSFER_MODE="lmcache_driven")["accelerator"].level is Level.WARNING
 
 
+def test_a_chunk_that_does_not_fit_vllm_on_a_cpu(tmp_path: Path) -> None:
+    if machine.accelerator({}):
+        pytest.skip("this machine has an accelerator")
+    found = findings(tmp_path, LMC_CHUNK="100")["accelerator"]
+    assert found.level is Level.WARNING
+    assert "LMC_CHUNK=100 is no multiple of vLLM's block size on a CPU, 128" in found.text
+
+
 def test_an_accelerator_can_be_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(machine, "_DEVICES", (str(tmp_path / "nvidia[0-9]*"),))
