@@ -16,4 +16,11 @@ pub mod pass;
 pub mod queue;
 #[cfg(not(loom))]
 pub mod server;
+#[cfg(not(loom))]
+mod service;
 mod words;
+
+#[cfg(not(loom))]
+pub use client::{Answer, Call, ClientConfig, Session, SessionError};
+#[cfg(not(loom))]
+pub use server::{Gateway, GatewayConfig, GatewayStatus};

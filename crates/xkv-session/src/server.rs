@@ -1,1 +1,588 @@
-//! placeholder
+//! The gateway: listens, admits clients, keeps their sessions.
+
+use std::io;
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::Serialize;
+use xkv_store::{Error, ErrorKind, Store, StoreStats};
+
+use crate::control::{
+    self, Bye, Frames, Heartbeat, Hello, Message, Refusal, RefusalCode, StatusRequest, VERSION, Welcome,
+};
+use crate::memory::{Geometry, MAX_SLOTS, RingMemory};
+use crate::pass::{self, Handover};
+use crate::service::Service;
+
+/// Connections at once, sessions or not.
+const MAX_CONNECTIONS: usize = 256;
+/// How long a client may take for each step of opening a session.
+const OPENING: Duration = Duration::from_secs(5);
+/// How often a connection's thread looks at its clock.
+const TICK: Duration = Duration::from_millis(100);
+/// Memory that must stay available beside a new session's ring: one part in so many of what it takes, at least 64 MiB.
+const SPARE_SHARE: u64 = 8;
+
+/// How to run a gateway.
+#[derive(Clone, Debug)]
+pub struct GatewayConfig {
+    /// Where to listen.
+    pub listen: Vec<SocketAddr>,
+    /// Shared secret that clients must show. Required when an address is not on loopback.
+    pub token: Option<String>,
+    /// Folder shared with the clients; their session's socket appears there.
+    pub shm_dir: PathBuf,
+    /// Permission bits of that socket.
+    pub socket_mode: u32,
+    /// Sessions at once.
+    pub max_sessions: usize,
+    /// Largest number of slots of one session.
+    pub max_slots: u32,
+    /// Longest pause between heartbeats.
+    pub heartbeat: Duration,
+    /// A client that is silent for so long loses its session, leases and transactions.
+    pub client_silence: Duration,
+}
+
+impl Default for GatewayConfig {
+    fn default() -> Self {
+        Self {
+            listen: vec![SocketAddr::from(([127, 0, 0, 1], 5557))],
+            token: None,
+            shm_dir: PathBuf::from("/dev/shm"),
+            socket_mode: 0o600,
+            max_sessions: 64,
+            max_slots: MAX_SLOTS,
+            heartbeat: Duration::from_millis(500),
+            client_silence: Duration::from_secs(15),
+        }
+    }
+}
+
+/// State of a gateway, for people and programs.
+#[derive(Clone, Debug, Serialize)]
+pub struct GatewayStatus {
+    /// The store's identity.
+    pub store: String,
+    /// This run of the gateway, hexadecimal.
+    pub generation: String,
+    /// One line about the store.
+    pub description: String,
+    /// Seconds since the start.
+    pub uptime_s: f64,
+    /// Objects present.
+    pub objects: u64,
+    /// Slots used and in all.
+    pub slots_used: u64,
+    /// See `slots_used`.
+    pub slots_total: u64,
+    /// Bytes of a fragment.
+    pub fragment_bytes: u32,
+    /// Counters since the start: committed, evicted, removed, discarded objects, groups of commits, I/O operations.
+    pub committed: u64,
+    /// See `committed`.
+    pub evicted: u64,
+    /// See `committed`.
+    pub removed: u64,
+    /// See `committed`.
+    pub discarded: u64,
+    /// See `committed`.
+    pub commit_groups: u64,
+    /// See `committed`.
+    pub io: u64,
+    /// True when the log failed and nothing can be stored.
+    pub read_only: bool,
+    /// For how long the group of commits being written has been, milliseconds.
+    pub committing_ms: Option<u64>,
+    /// Of each drive: requests waiting and in flight, age of the oldest in flight (milliseconds).
+    pub drives: Vec<DriveStatus>,
+    /// Open sessions.
+    pub sessions: Vec<SessionStatus>,
+    /// Sessions opened and refused since the start.
+    pub sessions_opened: u64,
+    /// See `sessions_opened`.
+    pub sessions_refused: u64,
+}
+
+/// State of a drive.
+#[derive(Clone, Debug, Serialize)]
+pub struct DriveStatus {
+    /// Requests waiting.
+    pub queued: usize,
+    /// Requests given to the drive.
+    pub in_flight: usize,
+    /// Age of the oldest of those, milliseconds.
+    pub oldest_ms: Option<u64>,
+}
+
+/// State of a session.
+#[derive(Clone, Debug, Serialize)]
+pub struct SessionStatus {
+    /// Number of the session.
+    pub number: u64,
+    /// What the client calls itself.
+    pub client: String,
+    /// Its address.
+    pub address: String,
+    /// Seconds since it was opened.
+    pub age_s: f64,
+    /// Slots it has.
+    pub slots: u32,
+    /// Slots in use by requests in flight.
+    pub slots_in_use: usize,
+    /// Leases it holds.
+    pub leases: u64,
+    /// Transactions it has open.
+    pub transactions: u64,
+    /// Requests in flight, and answered so far.
+    pub in_flight: u64,
+    /// See `in_flight`.
+    pub answered: u64,
+    /// Bytes read and written for it.
+    pub bytes_read: u64,
+    /// See `bytes_read`.
+    pub bytes_written: u64,
+}
+
+struct SessionEntry {
+    number: u64,
+    client: String,
+    address: SocketAddr,
+    opened: Instant,
+    service: Arc<Service>,
+}
+
+struct Shared {
+    store: Store,
+    config: GatewayConfig,
+    generation: u64,
+    started: Instant,
+    closing: AtomicBool,
+    connections: Mutex<Vec<JoinHandle<()>>>,
+    sessions: Mutex<Vec<SessionEntry>>,
+    next: AtomicU64,
+    opened: AtomicU64,
+    refused: AtomicU64,
+}
+
+/// A running gateway. Dropping it ends it.
+pub struct Gateway {
+    shared: Arc<Shared>,
+    addresses: Vec<SocketAddr>,
+    listener: Option<JoinHandle<()>>,
+}
+
+impl Gateway {
+    /// Starts listening for clients of `store`.
+    ///
+    /// # Errors
+    /// An address that cannot be listened on, a missing token, a shared folder that cannot be used.
+    pub fn start(store: Store, config: GatewayConfig) -> xkv_store::Result<Gateway> {
+        let open: Vec<String> =
+            config.listen.iter().filter(|a| !a.ip().is_loopback()).map(SocketAddr::to_string).collect();
+        if !open.is_empty() && config.token.as_deref().is_none_or(str::is_empty) {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!(
+                    "listening on {} needs a token (token_file), or listen on 127.0.0.1",
+                    open.join(", ")
+                ),
+            ));
+        }
+        let id = store.id();
+        pass::clean(&config.shm_dir, &id);
+        // Proves now that sessions can be handed over later.
+        Handover::listen(&config.shm_dir, &id, random(), config.socket_mode)
+            .map_err(|error| Error::io("the shared folder (shm_dir) cannot be used", error))?;
+        let mut listeners = Vec::new();
+        for address in &config.listen {
+            let failed =
+                |error| Error::io(format!("cannot listen on {address}; is another gateway running?"), error);
+            let listener = TcpListener::bind(address).map_err(failed)?;
+            listener.set_nonblocking(true).map_err(failed)?;
+            listeners.push(listener);
+        }
+        let addresses = listeners.iter().filter_map(|l| l.local_addr().ok()).collect();
+        let shared = Arc::new(Shared {
+            store,
+            config,
+            generation: random(),
+            started: Instant::now(),
+            closing: AtomicBool::new(false),
+            connections: Mutex::default(),
+            sessions: Mutex::default(),
+            next: AtomicU64::new(1),
+            opened: AtomicU64::new(0),
+            refused: AtomicU64::new(0),
+        });
+        let weak = Arc::downgrade(&shared);
+        shared.store.on_space(Arc::new(move || {
+            if let Some(shared) = weak.upgrade() {
+                for session in &*shared.sessions.lock() {
+                    session.service.tell_space();
+                }
+            }
+        }));
+        let accepting = shared.clone();
+        let listener = spawn("xkv-accept", move || accepting.accept(&listeners))
+            .map_err(|error| Error::io("cannot start a thread", error))?;
+        Ok(Gateway { shared, addresses, listener: Some(listener) })
+    }
+
+    /// Addresses in use (port 0 is replaced by the port the system chose).
+    pub fn addresses(&self) -> &[SocketAddr] {
+        &self.addresses
+    }
+
+    /// State for people and programs.
+    pub fn status(&self) -> GatewayStatus {
+        self.shared.status()
+    }
+
+    /// Ends all sessions, then the store. What is being committed is committed. Waits at most `patience`.
+    pub fn close(&mut self, patience: Duration) {
+        let deadline = Instant::now() + patience;
+        self.shared.closing.store(true, Ordering::SeqCst);
+        if let Some(listener) = self.listener.take() {
+            _ = listener.join();
+        }
+        for connection in std::mem::take(&mut *self.shared.connections.lock()) {
+            while !connection.is_finished() && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+        self.shared
+            .store
+            .close(deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(100)));
+    }
+}
+
+impl Drop for Gateway {
+    fn drop(&mut self) {
+        self.close(Duration::from_secs(5));
+    }
+}
+
+impl Shared {
+    fn closing(&self) -> bool {
+        self.closing.load(Ordering::SeqCst)
+    }
+
+    fn accept(self: &Arc<Self>, listeners: &[TcpListener]) {
+        let timeout = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+        while !self.closing() {
+            let mut fds: Vec<PollFd<'_>> = listeners.iter().map(|l| PollFd::new(l, PollFlags::IN)).collect();
+            _ = poll(&mut fds, Some(&timeout));
+            for listener in listeners {
+                while let Ok((stream, address)) = listener.accept() {
+                    self.admit(stream, address);
+                }
+            }
+        }
+    }
+
+    fn admit(self: &Arc<Self>, stream: TcpStream, address: SocketAddr) {
+        let mut connections = self.connections.lock();
+        connections.retain(|connection| !connection.is_finished());
+        if connections.len() >= MAX_CONNECTIONS {
+            tracing::warn!(%address, "refused: {MAX_CONNECTIONS} connections are open");
+            return;
+        }
+        let shared = self.clone();
+        match spawn("xkv-session", move || shared.serve(stream, address)) {
+            Ok(connection) => connections.push(connection),
+            Err(error) => tracing::error!(%error, "cannot start a thread for a connection"),
+        }
+    }
+
+    /// One connection, from its first frame to its end.
+    fn serve(self: &Arc<Self>, mut stream: TcpStream, address: SocketAddr) {
+        let mut frames = Frames::default();
+        let outcome = setup(&stream).and_then(|()| self.first(&mut stream, &mut frames));
+        match outcome {
+            Ok(Some(Message::Hello(hello))) => match self.open(&mut stream, &hello) {
+                Ok((welcome, service)) => self.session(stream, frames, address, hello, welcome, service),
+                Err(refusal) => {
+                    self.refused.fetch_add(1, Ordering::Relaxed);
+                    tracing::warn!(%address, client = hello.client, reason = refusal.reason, "session refused");
+                    _ = control::send(&mut stream, &Message::Refused(refusal));
+                    _ = stream.shutdown(Shutdown::Write);
+                }
+            },
+            Ok(Some(Message::Status(request))) => _ = self.answer_status(&mut stream, &request),
+            Ok(_) => {}
+            Err(error) => tracing::debug!(%address, %error, "connection without a session"),
+        }
+    }
+
+    fn first(&self, stream: &mut TcpStream, frames: &mut Frames) -> io::Result<Option<Message>> {
+        let deadline = Instant::now() + OPENING;
+        while Instant::now() < deadline && !self.closing() {
+            match frames.next(stream) {
+                Ok(None) => {}
+                Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                    let refusal = Refusal { code: RefusalCode::Malformed, reason: error.to_string() };
+                    control::send(stream, &Message::Refused(refusal))?;
+                    return Err(error);
+                }
+                other => return other,
+            }
+        }
+        Ok(None)
+    }
+
+    fn answer_status(&self, stream: &mut TcpStream, request: &StatusRequest) -> io::Result<()> {
+        let message = match self.check_token(request.token.as_deref()) {
+            Ok(()) => Message::State(serde_json::to_value(self.status())?),
+            Err(refusal) => Message::Refused(refusal),
+        };
+        control::send(stream, &message)
+    }
+
+    fn check_token(&self, shown: Option<&str>) -> Result<(), Refusal> {
+        let Some(wanted) = &self.config.token else { return Ok(()) };
+        let (wanted, shown) = (wanted.as_bytes(), shown.unwrap_or("").as_bytes());
+        // Every byte is looked at, whatever the first difference: time tells nothing but the length.
+        let differs =
+            wanted.iter().zip(shown).fold(wanted.len() ^ shown.len(), |d, (a, b)| d | usize::from(a ^ b));
+        if std::hint::black_box(differs) == 0 {
+            return Ok(());
+        }
+        let reason =
+            "the token is missing or wrong; give both sides the same token file (LMC_XKV_TOKEN_FILE)";
+        Err(Refusal { code: RefusalCode::Token, reason: reason.into() })
+    }
+
+    fn open(&self, stream: &mut TcpStream, hello: &Hello) -> Result<(Welcome, Arc<Service>), Refusal> {
+        let refuse = |code, reason: String| Err(Refusal { code, reason });
+        if hello.version != VERSION {
+            return refuse(
+                RefusalCode::Version,
+                format!("the client speaks protocol version {}, this gateway {VERSION}", hello.version),
+            );
+        }
+        self.check_token(hello.token.as_deref())?;
+        let fragment_bytes = self.store.fragment_bytes() as u32;
+        if let Some(asked) = hello.fragment_bytes.filter(|&asked| asked != fragment_bytes) {
+            return refuse(
+                RefusalCode::FragmentBytes,
+                format!(
+                    "the store has fragment_bytes={fragment_bytes}, not {asked}; leave fragment_bytes at auto"
+                ),
+            );
+        }
+        if self.sessions.lock().len() >= self.config.max_sessions {
+            return refuse(
+                RefusalCode::Limit,
+                format!("{} sessions are open (max_sessions); end one or raise it", self.config.max_sessions),
+            );
+        }
+        let geometry =
+            Geometry::new(hello.slots.clamp(1, self.config.max_slots.min(MAX_SLOTS)), fragment_bytes);
+        let limit = |error: io::Error| Refusal { code: RefusalCode::Limit, reason: error.to_string() };
+        spare_memory(geometry.bytes()).map_err(limit)?;
+        let (memory, fd) = RingMemory::create(geometry, self.generation).map_err(limit)?;
+        let id = self.store.id();
+        let handover =
+            Handover::listen(&self.config.shm_dir, &id, random(), self.config.socket_mode).map_err(limit)?;
+        let welcome = Welcome {
+            version: VERSION,
+            store: id,
+            generation: self.generation,
+            fragment_bytes,
+            slots: geometry.slots,
+            drives: self.store.drives() as u32,
+            socket: handover.name(),
+            ticket: random(),
+            heartbeat_ms: self.config.heartbeat.as_millis() as u32,
+            description: self.store.describe(),
+        };
+        control::send(stream, &Message::Welcome(welcome.clone())).map_err(limit)?;
+        handover.give(fd, welcome.ticket, OPENING).map_err(limit)?;
+        let service = Service::start(self.store.clone(), memory).map_err(limit)?;
+        Ok((welcome, service))
+    }
+
+    fn session(
+        &self,
+        mut stream: TcpStream,
+        mut frames: Frames,
+        address: SocketAddr,
+        hello: Hello,
+        welcome: Welcome,
+        service: Arc<Service>,
+    ) {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        self.opened.fetch_add(1, Ordering::Relaxed);
+        let client = hello.client.clone();
+        tracing::info!(session = number, client, %address, slots = welcome.slots, "session opened");
+        let entry = SessionEntry {
+            number,
+            client: hello.client,
+            address,
+            opened: Instant::now(),
+            service: service.clone(),
+        };
+        self.sessions.lock().push(entry);
+        let reason = self.keep(&mut stream, &mut frames, &service);
+        // Leases and transactions end here; slots with I/O in flight keep the memory until it is done.
+        service.end();
+        self.sessions.lock().retain(|session| session.number != number);
+        _ = control::send(&mut stream, &Message::Bye(Bye { reason: reason.clone() }));
+        _ = stream.shutdown(Shutdown::Both);
+        tracing::info!(session = number, client, reason, "session ended");
+    }
+
+    /// Exchanges signs of life until the session ends. Returns why.
+    fn keep(&self, stream: &mut TcpStream, frames: &mut Frames, service: &Arc<Service>) -> String {
+        let (mut heard, mut sent) = (Instant::now(), None::<Instant>);
+        loop {
+            if self.closing() {
+                return "the gateway is closing".into();
+            }
+            if let Some(fault) = service.fault() {
+                return fault;
+            }
+            if sent.is_none_or(|sent| sent.elapsed() >= self.config.heartbeat / 2) {
+                sent = Some(Instant::now());
+                let (io, committing) = self.store.progress();
+                let beat = Heartbeat { io: io + service.answered(), flushing: committing.is_some() };
+                if let Err(error) = control::send(stream, &Message::Heartbeat(beat)) {
+                    return format!("the connection failed: {error}");
+                }
+            }
+            match frames.next(stream) {
+                Ok(None) => {}
+                Ok(Some(Message::Bye(bye))) => return format!("the client left: {}", bye.reason),
+                Ok(Some(Message::Status(request))) => {
+                    if let Err(error) = self.answer_status(stream, &request) {
+                        return format!("the connection failed: {error}");
+                    }
+                }
+                Ok(Some(_)) => heard = Instant::now(),
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                    return "the client closed the connection".into();
+                }
+                Err(error) => return format!("the connection failed: {error}"),
+            }
+            if heard.elapsed() > self.config.client_silence {
+                return format!("the client was silent for {:.1} s", heard.elapsed().as_secs_f64());
+            }
+        }
+    }
+
+    fn status(&self) -> GatewayStatus {
+        let StoreStats {
+            objects,
+            slots_used,
+            slots_total,
+            fragment_bytes,
+            evicted,
+            committed,
+            removed,
+            discarded,
+            commit_groups,
+            committing_for,
+            read_only,
+            drives,
+            ..
+        } = self.store.stats();
+        let milliseconds = |duration: Duration| duration.as_millis() as u64;
+        GatewayStatus {
+            store: self.store.id(),
+            generation: format!("{:016x}", self.generation),
+            description: self.store.describe(),
+            uptime_s: self.started.elapsed().as_secs_f64(),
+            objects,
+            slots_used,
+            slots_total,
+            fragment_bytes,
+            committed,
+            evicted,
+            removed,
+            discarded,
+            commit_groups,
+            io: self.store.progress().0,
+            read_only,
+            committing_ms: committing_for.map(milliseconds),
+            drives: drives
+                .iter()
+                .map(|drive| DriveStatus {
+                    queued: drive.queued_reads + drive.queued_writes,
+                    in_flight: drive.in_flight,
+                    oldest_ms: drive.oldest.map(|oldest| milliseconds(oldest.elapsed())),
+                })
+                .collect(),
+            sessions: self.sessions.lock().iter().map(SessionEntry::status).collect(),
+            sessions_opened: self.opened.load(Ordering::Relaxed),
+            sessions_refused: self.refused.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl SessionEntry {
+    fn status(&self) -> SessionStatus {
+        let usage = self.service.usage();
+        SessionStatus {
+            number: self.number,
+            client: self.client.clone(),
+            address: self.address.to_string(),
+            age_s: self.opened.elapsed().as_secs_f64(),
+            slots: usage.slots,
+            slots_in_use: usage.slots_in_use,
+            leases: usage.leases,
+            transactions: usage.transactions,
+            in_flight: usage.in_flight,
+            answered: usage.answered,
+            bytes_read: usage.bytes_read,
+            bytes_written: usage.bytes_written,
+        }
+    }
+}
+
+fn setup(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nonblocking(false)?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(TICK))?;
+    stream.set_write_timeout(Some(OPENING))
+}
+
+/// Refuses a ring that would leave the machine without memory: its pages are taken at once and for good.
+fn spare_memory(bytes: u64) -> io::Result<()> {
+    let Ok(text) = std::fs::read_to_string("/proc/meminfo") else { return Ok(()) };
+    let available = text.lines().find_map(|line| {
+        let kib = line.strip_prefix("MemAvailable:")?.trim().strip_suffix(" kB")?;
+        kib.parse::<u64>().ok().map(|kib| kib * 1024)
+    });
+    let needed = bytes + (bytes / SPARE_SHARE).max(64 << 20);
+    match available {
+        Some(available) if available < needed => Err(io::Error::other(format!(
+            "a ring of {bytes} bytes does not fit: {available} bytes of memory are available, {needed} are needed; \
+             lower batch_slots"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// A number nobody can guess.
+fn random() -> u64 {
+    let mut bytes = [0; 8];
+    let filled =
+        std::fs::File::open("/dev/urandom").and_then(|mut file| io::Read::read_exact(&mut file, &mut bytes));
+    if filled.is_err() {
+        // Better than nothing: the socket's permissions still protect it.
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
+        return now ^ u64::from(std::process::id()).rotate_left(32);
+    }
+    u64::from_le_bytes(bytes)
+}
+
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name(name.to_owned()).spawn(run)
+}

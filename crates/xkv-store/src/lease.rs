@@ -9,6 +9,7 @@ use crate::index::Entry;
 use crate::inner::Inner;
 use crate::io::Op as IoOp;
 use crate::io::engine::IoDone;
+use crate::key::ObjectKey;
 
 /// An object being read: while it lives the object is not evicted and its slots are not reused.
 pub struct Lease {
@@ -27,6 +28,11 @@ impl Drop for Lease {
 impl Lease {
     pub(crate) fn new(store: Arc<Inner>, entry: Arc<Entry>) -> Self {
         Self { store, entry }
+    }
+
+    /// The object's key.
+    pub fn key(&self) -> &ObjectKey {
+        &self.entry.key
     }
 
     /// Bytes of the object.

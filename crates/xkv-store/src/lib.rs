@@ -29,7 +29,7 @@ pub mod store;
 mod txn;
 
 pub use buf::{SlotBuf, SlotHome, SlotPool};
-pub use checksum::{Coverage, FragmentSums, Summer};
+pub use checksum::{Coverage, FragmentSums, Summer, fragment_sums};
 pub use commit::Done;
 pub use config::StoreConfig;
 pub use error::{Error, ErrorKind, Result};

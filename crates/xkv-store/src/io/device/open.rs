@@ -398,6 +398,9 @@ pub fn inspect(path: &Path, options: &OpenOptions) -> Result<Inspection> {
     let file = target.file();
     if let Target::BlockDevice(path) = &target {
         writable(path)?;
+        if is_read_only_device(path) {
+            return Err(cannot_open(path, true, io::Error::from_raw_os_error(libc::EROFS)));
+        }
         let device =
             retry(options.patience, || File::options().read(true).custom_flags(libc::O_EXCL).open(path))
                 .map_err(|e| cannot_open(path, true, e))?;
@@ -422,6 +425,16 @@ pub fn inspect(path: &Path, options: &OpenOptions) -> Result<Inspection> {
     }
     check_free(path, &folder, whole_blocks(options.file_bytes))?;
     Ok(Inspection { target, size: None, free: Some(free) })
+}
+
+/// Whether the kernel has marked the block device read-only; opening it for writing would tell, too, but not without a
+/// trace: udev examines a device again when a writer closes it.
+fn is_read_only_device(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|metadata| {
+        let (major, minor) = (rustix::fs::major(metadata.rdev()), rustix::fs::minor(metadata.rdev()));
+        fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/ro"))
+            .is_ok_and(|value| value.trim() == "1")
+    })
 }
 
 fn writable(path: &Path) -> Result<()> {

@@ -1,0 +1,459 @@
+//! The gateway's side of one session's ring: takes requests, asks the store, sends replies.
+//!
+//! Whatever the client writes is copied once, then checked. A client that breaks the rules loses its session.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use xkv_store::{
+    Begin, Digest, ErrorKind, FragmentSums, Lease, MAX_KEY_BYTES, ObjectKey, SlotBuf, SlotPool, Store, Txn,
+    fragment_sums,
+};
+
+use crate::entry::{NO_SLOT, Operation, Reply, Request, Status};
+use crate::memory::{RingMemory, SharedQueue, SlotTable};
+use crate::queue::{Consumer, Producer, QueueMemory};
+
+/// Leases and transactions of one session at most.
+const MAX_HANDLES: usize = 16_384;
+/// Pause while the client does not take its replies.
+const FULL: Duration = Duration::from_millis(1);
+/// Longest sleep while there is nothing to do; an end wakes the sleeper.
+const IDLE: Duration = Duration::from_secs(10);
+
+/// Where replies go, from any thread.
+struct Replies {
+    producer: Mutex<Producer<SharedQueue>>,
+    /// Requests taken and not answered yet.
+    in_flight: AtomicU64,
+    answered: AtomicU64,
+    bytes_read: AtomicU64,
+    bytes_written: AtomicU64,
+    fault: Mutex<Option<String>>,
+}
+
+impl Replies {
+    fn send(&self, reply: &Reply) {
+        let mut producer = self.producer.lock();
+        match producer.push(&reply.encode()) {
+            Ok(true) => producer.publish(),
+            Ok(false) => self.blame("the client's replies do not fit into the ring".into()),
+            Err(corrupt) => self.blame(corrupt.to_string()),
+        }
+    }
+
+    fn answer(&self, reply: &Reply) {
+        self.send(reply);
+        self.answered.fetch_add(1, Ordering::Relaxed);
+        self.in_flight.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn blame(&self, fault: String) {
+        self.fault.lock().get_or_insert(fault);
+    }
+}
+
+/// An answer that is owed. The slot goes back to the client with it.
+struct Owed {
+    replies: Arc<Replies>,
+    request: Request,
+}
+
+impl Owed {
+    fn give(self, status: Status) {
+        self.give_value(status, 0, 0, FragmentSums::default());
+    }
+
+    fn give_value(self, status: Status, handle: u64, value: u64, sums: FragmentSums) {
+        let Request { number, operation, slot, .. } = self.request;
+        self.replies.answer(&Reply { number, operation, status, slot, handle, value, sums });
+    }
+}
+
+struct OpenTxn {
+    txn: Txn,
+    sums: Vec<Option<FragmentSums>>,
+}
+
+#[derive(Default)]
+struct Handles {
+    next: u64,
+    leases: HashMap<u64, Arc<Lease>>,
+    txns: HashMap<u64, OpenTxn>,
+}
+
+/// What a session uses, for status.
+pub(crate) struct Usage {
+    pub(crate) slots: u32,
+    pub(crate) slots_in_use: usize,
+    pub(crate) leases: u64,
+    pub(crate) transactions: u64,
+    pub(crate) in_flight: u64,
+    pub(crate) answered: u64,
+    pub(crate) bytes_read: u64,
+    pub(crate) bytes_written: u64,
+}
+
+/// The service of one session.
+pub(crate) struct Service {
+    store: Store,
+    memory: Arc<RingMemory>,
+    slots: Arc<SlotTable>,
+    replies: Arc<Replies>,
+    ended: AtomicBool,
+    leases: AtomicU64,
+    transactions: AtomicU64,
+    rechecking: Arc<AtomicBool>,
+}
+
+impl Service {
+    /// Starts the thread that serves a session's ring.
+    pub(crate) fn start(store: Store, memory: Arc<RingMemory>) -> io::Result<Arc<Self>> {
+        let service = Arc::new(Self {
+            store,
+            slots: SlotTable::new(&memory),
+            replies: Arc::new(Replies {
+                producer: Mutex::new(Producer::new(memory.completions())),
+                in_flight: AtomicU64::new(0),
+                answered: AtomicU64::new(0),
+                bytes_read: AtomicU64::new(0),
+                bytes_written: AtomicU64::new(0),
+                fault: Mutex::default(),
+            }),
+            memory,
+            ended: AtomicBool::new(false),
+            leases: AtomicU64::new(0),
+            transactions: AtomicU64::new(0),
+            rechecking: Arc::new(AtomicBool::new(false)),
+        });
+        let running = service.clone();
+        std::thread::Builder::new().name("xkv-ring".into()).spawn(move || running.run())?;
+        Ok(service)
+    }
+
+    /// Why the session must end, when the client broke the rules.
+    pub(crate) fn fault(&self) -> Option<String> {
+        self.replies.fault.lock().clone()
+    }
+
+    /// Requests answered so far.
+    pub(crate) fn answered(&self) -> u64 {
+        self.replies.answered.load(Ordering::Relaxed)
+    }
+
+    /// Tells the client that asking for room again may help.
+    pub(crate) fn tell_space(&self) {
+        let (operation, status, sums) = (Operation::Space, Status::Done, FragmentSums::default());
+        let mut producer = self.replies.producer.lock();
+        // A client that has not read its replies will ask anyway when it does.
+        if producer.room().is_ok_and(|room| u64::from(room) > self.replies.in_flight.load(Ordering::SeqCst)) {
+            let event = Reply { number: 0, operation, status, slot: NO_SLOT, handle: 0, value: 0, sums };
+            if producer.push(&event.encode()).is_ok_and(|pushed| pushed) {
+                producer.publish();
+            }
+        }
+    }
+
+    /// Ends the session: its leases and transactions are dropped. Idempotent.
+    pub(crate) fn end(&self) {
+        self.ended.store(true, Ordering::SeqCst);
+        self.memory.submissions().wake();
+    }
+
+    pub(crate) fn usage(&self) -> Usage {
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Usage {
+            slots: self.memory.geometry().slots,
+            slots_in_use: self.slots.in_use(),
+            leases: count(&self.leases),
+            transactions: count(&self.transactions),
+            in_flight: count(&self.replies.in_flight),
+            answered: count(&self.replies.answered),
+            bytes_read: count(&self.replies.bytes_read),
+            bytes_written: count(&self.replies.bytes_written),
+        }
+    }
+
+    fn run(self: Arc<Self>) {
+        let mut requests = Consumer::new(self.memory.submissions());
+        let mut handles = Handles { next: 1, ..Handles::default() };
+        while !self.ended.load(Ordering::SeqCst) && self.fault().is_none() {
+            if let Err(fault) = self.turn(&mut requests, &mut handles) {
+                self.replies.blame(fault);
+            }
+        }
+    }
+
+    fn turn(&self, requests: &mut Consumer<SharedQueue>, handles: &mut Handles) -> Result<(), String> {
+        let corrupt = |error: crate::queue::Corrupt| error.to_string();
+        if requests.ready().map_err(corrupt)? == 0 {
+            return requests.wait(IDLE).map_err(corrupt);
+        }
+        // Never more requests in flight than replies fit: one place is kept for an event.
+        let room = self.replies.producer.lock().room().map_err(corrupt)?;
+        if u64::from(room) <= self.replies.in_flight.load(Ordering::SeqCst) + 1 {
+            std::thread::sleep(FULL);
+            return Ok(());
+        }
+        if let Some(entry) = requests.pop().map_err(corrupt)? {
+            let request = Request::decode(&entry).ok_or("an unknown request")?;
+            self.replies.in_flight.fetch_add(1, Ordering::SeqCst);
+            self.handle(request, handles)?;
+            self.leases.store(handles.leases.len() as u64, Ordering::Relaxed);
+            self.transactions.store(handles.txns.len() as u64, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    fn handle(&self, request: Request, handles: &mut Handles) -> Result<(), String> {
+        let owed = Owed { replies: self.replies.clone(), request };
+        let slot = match request.slot {
+            NO_SLOT => None,
+            slot => Some(self.slots.take(slot).ok_or_else(|| format!("slot {slot} is unknown or in use"))?),
+        };
+        match (request.operation, slot) {
+            (Operation::Lookup, Some(slot)) => self.lookup(owed, slot),
+            (Operation::Open, Some(slot)) => self.open(owed, slot, handles),
+            (Operation::Begin, Some(slot)) => self.begin(owed, slot, handles),
+            (Operation::Remove, Some(slot)) => self.remove(owed, slot),
+            (Operation::Read, Some(slot)) => self.read(owed, slot, handles),
+            (Operation::Write, Some(slot)) => self.write(owed, slot, handles),
+            (Operation::Commit, None) => commit(owed, handles),
+            (Operation::Discard, None) => self.discard(owed, handles),
+            (Operation::Close, None) => {
+                handles.leases.remove(&request.handle);
+                handles.txns.remove(&request.handle);
+                owed.give(Status::Done);
+            }
+            (_, slot) => {
+                drop(slot);
+                owed.give(Status::Invalid);
+            }
+        }
+        Ok(())
+    }
+
+    fn lookup(&self, owed: Owed, mut slot: SlotBuf) {
+        let count = owed.request.argument as usize;
+        if count.checked_mul(32).is_none_or(|bytes| bytes > slot.len()) {
+            drop(slot);
+            return owed.give(Status::Invalid);
+        }
+        for i in 0..count {
+            let mut digest = [0; 32];
+            digest.copy_from_slice(&slot[32 * i..32 * (i + 1)]);
+            // Answers are a quarter as long as questions: none is overwritten before it was read.
+            let drives = self.store.drives_of_digest(&Digest(digest)).unwrap_or(0);
+            slot[8 * i..8 * (i + 1)].copy_from_slice(&drives.to_le_bytes());
+        }
+        drop(slot);
+        owed.give(Status::Done);
+    }
+
+    fn open(&self, owed: Owed, mut slot: SlotBuf, handles: &mut Handles) {
+        if handles.leases.len() + handles.txns.len() >= MAX_HANDLES {
+            drop(slot);
+            return owed.give(Status::Limit);
+        }
+        let Some(key) = key_in(&slot) else {
+            drop(slot);
+            return owed.give(Status::Invalid);
+        };
+        let Some(lease) = self.store.lease(&key) else {
+            drop(slot);
+            return owed.give(Status::Absent);
+        };
+        for (i, place) in slot.iter_mut().take(lease.fragments() as usize).enumerate() {
+            *place = lease.drive(i as u32) as u8;
+        }
+        drop(slot);
+        let (handle, size) = (handles.number(), lease.size());
+        handles.leases.insert(handle, Arc::new(lease));
+        owed.give_value(Status::Done, handle, size, FragmentSums::default());
+    }
+
+    fn begin(&self, owed: Owed, mut slot: SlotBuf, handles: &mut Handles) {
+        if handles.leases.len() + handles.txns.len() >= MAX_HANDLES {
+            drop(slot);
+            return owed.give(Status::Limit);
+        }
+        let Some(key) = key_in(&slot) else {
+            drop(slot);
+            return owed.give(Status::Invalid);
+        };
+        let status = match self.store.begin(&key, owed.request.argument) {
+            Begin::Txn(txn) => {
+                for (i, place) in slot.iter_mut().take(txn.fragments() as usize).enumerate() {
+                    *place = txn.drive(i as u32) as u8;
+                }
+                drop(slot);
+                let (handle, sums) = (handles.number(), vec![None; txn.fragments() as usize]);
+                handles.txns.insert(handle, OpenTxn { txn, sums });
+                return owed.give_value(Status::Done, handle, 0, FragmentSums::default());
+            }
+            Begin::Present => Status::Present,
+            Begin::Busy => Status::Busy,
+            Begin::Wait => Status::Wait,
+            Begin::NoSpace => Status::NoSpace,
+            Begin::ReadOnly => Status::ReadOnly,
+        };
+        drop(slot);
+        owed.give(status);
+    }
+
+    fn remove(&self, owed: Owed, slot: SlotBuf) {
+        let key = key_in(&slot);
+        drop(slot);
+        let Some(key) = key else { return owed.give(Status::Invalid) };
+        let done = move |outcome: xkv_store::Result<bool>| match outcome {
+            Ok(found) => owed.give_value(Status::Done, 0, found.into(), FragmentSums::default()),
+            Err(error) => owed.give(status_of(&error)),
+        };
+        self.store.remove(&key, Box::new(done));
+    }
+
+    fn read(&self, owed: Owed, slot: SlotBuf, handles: &Handles) {
+        let Request { handle, argument, .. } = owed.request;
+        let lease = handles.leases.get(&handle).filter(|lease| argument < u64::from(lease.fragments()));
+        let Some(lease) = lease else {
+            drop(slot);
+            return owed.give(Status::Invalid);
+        };
+        let index = argument as u32;
+        let (sums, bytes) = (lease.sums(index), lease.fragment_len(index) as u64);
+        let done = move |slot: SlotBuf, outcome: io::Result<()>| {
+            // The client may use the slot again as soon as it has the reply.
+            drop(slot);
+            match outcome {
+                Ok(()) => {
+                    owed.replies.bytes_read.fetch_add(bytes, Ordering::Relaxed);
+                    owed.give_value(Status::Done, 0, bytes, sums);
+                }
+                Err(error) => owed.give_io(&error),
+            }
+        };
+        lease.read(index, slot, Box::new(done));
+    }
+
+    fn write(&self, owed: Owed, slot: SlotBuf, handles: &mut Handles) {
+        let Request { handle, argument, sums, .. } = owed.request;
+        let place = handles.txns.get_mut(&handle).and_then(|open| {
+            let place = open.sums.get_mut(usize::try_from(argument).ok()?)?;
+            // A fragment is written once.
+            place.is_none().then(|| *place = Some(sums))?;
+            Some(&open.txn)
+        });
+        let Some(txn) = place else {
+            drop(slot);
+            return owed.give(Status::Invalid);
+        };
+        let bytes = txn.fragment_len(argument as u32) as u64;
+        let done = move |slot: SlotBuf, outcome: io::Result<()>| {
+            drop(slot);
+            match outcome {
+                Ok(()) => {
+                    owed.replies.bytes_written.fetch_add(bytes, Ordering::Relaxed);
+                    owed.give(Status::Done);
+                }
+                Err(error) => owed.give_io(&error),
+            }
+        };
+        txn.write(argument as u32, slot, Box::new(done));
+    }
+
+    /// A client says that an object is damaged: only the gateway's own reading of it counts.
+    fn discard(&self, owed: Owed, handles: &mut Handles) {
+        let Some(lease) = handles.leases.remove(&owed.request.handle) else {
+            return owed.give(Status::Invalid);
+        };
+        if self.rechecking.swap(true, Ordering::SeqCst) {
+            // One at a time: the next load of the object complains again.
+            return owed.give(Status::Busy);
+        }
+        let (store, rechecking) = (self.store.clone(), self.rechecking.clone());
+        let recheck = move || {
+            let damaged = !intact(&lease, store.fragment_bytes());
+            if damaged {
+                store.discard(&lease);
+            }
+            rechecking.store(false, Ordering::SeqCst);
+            owed.give_value(Status::Done, 0, damaged.into(), FragmentSums::default());
+        };
+        if let Err(error) = std::thread::Builder::new().name("xkv-recheck".into()).spawn(recheck) {
+            // The answer went with the closure: the client's deadline ends its wait.
+            self.rechecking.store(false, Ordering::SeqCst);
+            self.replies.blame(format!("cannot start a thread: {error}"));
+        }
+    }
+}
+
+impl Owed {
+    fn give_io(self, error: &io::Error) {
+        let errno = error.raw_os_error().unwrap_or(0) as u64;
+        self.give_value(Status::Io, 0, errno, FragmentSums::default());
+    }
+}
+
+impl Handles {
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+}
+
+fn commit(owed: Owed, handles: &mut Handles) {
+    let Some(OpenTxn { txn, sums }) = handles.txns.remove(&owed.request.handle) else {
+        return owed.give(Status::Invalid);
+    };
+    let Some(sums) = sums.into_iter().collect::<Option<Vec<_>>>() else {
+        return owed.give(Status::Invalid);
+    };
+    let done = move |outcome: xkv_store::Result<()>| match outcome {
+        Ok(()) => owed.give(Status::Done),
+        Err(error) => {
+            let errno = error.errno().unwrap_or(0) as u64;
+            owed.give_value(status_of(&error), 0, errno, FragmentSums::default());
+        }
+    };
+    txn.commit(sums, Box::new(done));
+}
+
+fn status_of(error: &xkv_store::Error) -> Status {
+    match error.kind() {
+        ErrorKind::ReadOnly => Status::ReadOnly,
+        ErrorKind::Removed => Status::Removed,
+        ErrorKind::Invalid => Status::Invalid,
+        _ => Status::Io,
+    }
+}
+
+/// Copies the key out of a slot. None: lengths that cannot be right.
+fn key_in(slot: &SlotBuf) -> Option<ObjectKey> {
+    let length = |at: usize| Some(u32::from_le_bytes(slot.get(at..at + 4)?.try_into().ok()?) as usize);
+    let (namespace, key) = (length(0)?, length(4)?);
+    if namespace.checked_add(key)? > MAX_KEY_BYTES {
+        return None;
+    }
+    let bytes = slot.get(8..8 + namespace + key)?.to_vec();
+    Some(ObjectKey::new(&Arc::from(&bytes[..namespace]), &bytes[namespace..]))
+}
+
+/// Whether an object's bytes match its checksums, read again.
+fn intact(lease: &Lease, fragment_bytes: usize) -> bool {
+    let Ok(pool) = SlotPool::new(1, fragment_bytes) else { return true };
+    for index in 0..lease.fragments() {
+        let Some(slot) = pool.try_take() else { return true };
+        let (sender, receiver) = std::sync::mpsc::channel();
+        lease.read(index, slot, Box::new(move |slot, outcome| _ = sender.send((slot, outcome))));
+        let Ok((slot, outcome)) = receiver.recv() else { return true };
+        let data = &slot[..lease.fragment_len(index)];
+        if outcome.is_err() || fragment_sums(lease.key().digest(), index, data) != lease.sums(index) {
+            return false;
+        }
+    }
+    true
+}

@@ -1,0 +1,209 @@
+//! Sessions between a client and a gateway in one process: everything a store does, through the ring; and who loses
+//! what when one of them goes away.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::*;
+use xkv_session::entry::{Operation, Status};
+use xkv_session::{GatewayConfig, Session, client};
+use xkv_store::io::device::testing::{Calls, MemoryDevice, StallDevice};
+
+#[test]
+fn objects_go_through_the_ring_and_back() {
+    let rig = rig();
+    let session = rig.open();
+    for (i, len) in [1, 4095, 4096, 4097, 100_000, 1 << 20].into_iter().enumerate() {
+        let name = key(&format!("{i}"));
+        assert_eq!(put(&session, &name, &contents(i as u64, len)).unwrap(), Status::Done);
+        assert!(get(&session, &name).unwrap() == Some(contents(i as u64, len)), "{len} bytes");
+        assert_eq!(put(&session, &name, b"other").unwrap(), Status::Present);
+    }
+    assert_eq!(present(&session, &[key("0"), key("none"), key("5")]), [true, false, true]);
+    let removed = call(&session, Operation::Remove, Some(key_slot(&session, &key("0"))), 0, 0).reply.unwrap();
+    assert_eq!((removed.status, removed.value), (Status::Done, 1));
+    assert_eq!(get(&session, &key("0")).unwrap(), None);
+    let status = &rig.gateway.status().sessions[0];
+    assert_eq!((status.leases, status.transactions, status.in_flight, status.slots_in_use), (0, 0, 0, 0));
+    assert_eq!(status.bytes_written, status.bytes_read);
+    assert_eq!(
+        std::fs::read_dir(rig.folder.path()).unwrap().count(),
+        0,
+        "no name is left in the shared folder"
+    );
+}
+
+#[test]
+fn several_sessions_at_once_store_and_load_the_same_keys() {
+    let rig = rig();
+    std::thread::scope(|scope| {
+        for client in 0..4u64 {
+            let rig = &rig;
+            scope.spawn(move || {
+                let session = rig.open();
+                for i in 0..60u64 {
+                    let n = (i * 3 + client) % 40;
+                    let name = key(&format!("{n}"));
+                    let stored = put(&session, &name, &contents(n, 10_000)).unwrap();
+                    assert!(matches!(stored, Status::Done | Status::Present), "{stored:?}");
+                    assert!(get(&session, &name).unwrap() == Some(contents(n, 10_000)));
+                }
+            });
+        }
+    });
+    assert_eq!(rig.store.stats().objects, 40);
+    assert_eq!(rig.store.stats().slots_used, 40 * 3);
+    await_until("all sessions are gone", || rig.gateway.status().sessions.is_empty());
+}
+
+#[test]
+fn leases_and_transactions_die_with_their_session() {
+    let rig = rig();
+    let session = rig.open();
+    put(&session, &key("a"), &contents(1, 9000)).unwrap();
+    let used = rig.store.stats().slots_used;
+    call(&session, Operation::Open, Some(key_slot(&session, &key("a"))), 0, 0).reply.unwrap();
+    let begun = call(&session, Operation::Begin, Some(key_slot(&session, &key("b"))), 0, 9000).reply.unwrap();
+    assert_eq!(begun.status, Status::Done);
+    let other = rig.open();
+    assert_eq!(
+        call(&other, Operation::Begin, Some(key_slot(&other, &key("b"))), 0, 1).reply.unwrap().status,
+        Status::Busy
+    );
+    assert_eq!(call(&other, Operation::Commit, None, begun.handle, 0).reply.unwrap().status, Status::Invalid);
+    await_until("the session's use is seen", || {
+        let status = &rig.gateway.status().sessions[0];
+        (status.leases, status.transactions) == (1, 1)
+    });
+    session.close();
+    await_until("the transaction's slots are free", || rig.store.stats().slots_used == used);
+    assert_eq!(put(&other, &key("b"), b"b").unwrap(), Status::Done);
+}
+
+#[test]
+fn refusals_name_the_reason_and_the_cure() {
+    let change = |config: &mut GatewayConfig| {
+        config.token = Some("secret".into());
+        config.max_sessions = 1;
+    };
+    let rig = rig_with(MemoryDevice::new(32 << 20), change);
+    let good = client::ClientConfig { token: Some("secret".into()), ..rig.config() };
+    let refused = |config: &client::ClientConfig| match Session::open(config) {
+        Ok(_) => panic!("the session must be refused"),
+        Err(error) => error,
+    };
+    for token in [None, Some("secreT"), Some("secret "), Some("")] {
+        let error = refused(&client::ClientConfig { token: token.map(str::to_owned), ..rig.config() });
+        assert!(error.is_permanent() && error.to_string().contains("token"), "{error}");
+        assert!(
+            client::status(&client::ClientConfig { token: token.map(str::to_owned), ..rig.config() })
+                .is_err()
+        );
+    }
+    let error = refused(&client::ClientConfig { fragment_bytes: Some(8192), ..good.clone() });
+    assert!(error.is_permanent() && error.to_string().contains("4096"), "{error}");
+    let error = refused(&client::ClientConfig { shm_dir: "/proc".into(), ..good.clone() });
+    assert!(!error.is_permanent() && error.to_string().contains("another host"), "{error}");
+    let session = Session::open(&good).unwrap();
+    let error = refused(&good);
+    assert!(error.to_string().contains("max_sessions"), "{error}");
+    let state = client::status(&good).unwrap();
+    assert_eq!(state["sessions"].as_array().unwrap().len(), 1);
+    drop(session);
+    let dead = client::ClientConfig { port: 1, ..good };
+    assert!(refused(&dead).to_string().contains("xkv gateway serve"));
+}
+
+#[test]
+fn a_token_is_needed_beyond_loopback() {
+    let store = rig().store;
+    let config = GatewayConfig { listen: vec![([0, 0, 0, 0], 0).into()], ..GatewayConfig::default() };
+    let error = xkv_session::Gateway::start(store, config).err().expect("refused");
+    assert!(error.to_string().contains("token_file"), "{error}");
+}
+
+#[test]
+fn the_end_of_the_gateway_answers_everything() {
+    let stall = StallDevice::new(MemoryDevice::new(32 << 20));
+    let mut rig = rig_with(stall.clone(), |_| ());
+    let session = rig.open();
+    put(&session, &key("a"), &contents(1, 4096)).unwrap();
+    let opened = call(&session, Operation::Open, Some(key_slot(&session, &key("a"))), 0, 0).reply.unwrap();
+    stall.stall(Calls::READS);
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let read = client::Call {
+        operation: Operation::Read,
+        slot: Some(slot(&session)),
+        handle: opened.handle,
+        argument: 0,
+        sums: Default::default(),
+    };
+    session.call(read, Box::new(move |answer| _ = sender.send(answer.reply.is_err())));
+    assert!(stall.await_waiting(1, PATIENCE));
+    rig.gateway.close(Duration::from_millis(500));
+    assert!(receiver.recv_timeout(PATIENCE).unwrap(), "the read in flight is answered as failed");
+    assert!(!session.is_open());
+    assert!(
+        call(&session, Operation::Lookup, Some(slot(&session)), 0, 0).reply.is_err(),
+        "and so is what comes later"
+    );
+    stall.resume();
+}
+
+#[test]
+fn silence_while_something_is_in_flight_ends_the_session() {
+    let stall = StallDevice::new(MemoryDevice::new(32 << 20));
+    let rig = rig_with(stall.clone(), |_| ());
+    let session = rig.open();
+    put(&session, &key("a"), &contents(1, 4096)).unwrap();
+    let opened = call(&session, Operation::Open, Some(key_slot(&session, &key("a"))), 0, 0).reply.unwrap();
+    // Heartbeats go on while nothing is in flight: the session lives.
+    std::thread::sleep(rig.config().silence * 2);
+    assert!(session.is_open());
+    stall.stall(Calls::READS);
+    let began = Instant::now();
+    let answer = call(&session, Operation::Read, Some(slot(&session)), opened.handle, 0);
+    let error = answer.reply.unwrap_err();
+    assert!(error.to_string().contains("silent"), "{error}");
+    assert!(began.elapsed() >= rig.config().silence && began.elapsed() < rig.config().silence * 3);
+    stall.resume();
+    let session = rig.open();
+    assert_eq!(get(&session, &key("a")).unwrap(), Some(contents(1, 4096)));
+}
+
+#[test]
+fn a_damaged_object_is_removed_only_when_the_gateway_finds_it_damaged() {
+    let memory = MemoryDevice::new(32 << 20);
+    let rig = rig_with(memory.clone(), |_| ());
+    let session = rig.open();
+    let data = contents(3, 5000);
+    put(&session, &key("a"), &data).unwrap();
+    let complain = || {
+        let opened =
+            call(&session, Operation::Open, Some(key_slot(&session, &key("a"))), 0, 0).reply.unwrap();
+        call(&session, Operation::Discard, None, opened.handle, 0).reply.unwrap().value
+    };
+    assert_eq!(complain(), 0, "a client's word is not enough");
+    assert_eq!(get(&session, &key("a")).unwrap(), Some(data.clone()));
+    let mut image = vec![0; 32 << 20];
+    xkv_store::io::Device::read_at(&*memory, &mut image, 0).unwrap();
+    let at = image.windows(64).position(|window| window == &data[4096..4160]).unwrap();
+    memory.flip(at as u64, 1);
+    assert_eq!(complain(), 1);
+    assert_eq!(get(&session, &key("a")).unwrap(), None);
+}
+
+#[test]
+fn a_full_store_makes_room_through_the_ring() {
+    let rig = rig_with(MemoryDevice::new(6 << 20), |_| ());
+    let session = rig.open();
+    for i in 0..200u64 {
+        assert_eq!(put(&session, &key(&format!("{i}")), &contents(i, 65_536)).unwrap(), Status::Done, "{i}");
+    }
+    assert!(get(&session, &key("199")).unwrap() == Some(contents(199, 65_536)));
+    assert!(rig.store.stats().evicted > 0);
+    let large =
+        call(&session, Operation::Begin, Some(key_slot(&session, &key("large"))), 0, 64 << 20).reply.unwrap();
+    assert_eq!(large.status, Status::NoSpace);
+}
