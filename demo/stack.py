@@ -243,11 +243,12 @@ class Serving:
     def server_url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.http_port}{path}"
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, say: Callable[[str], None] = lambda text: None) -> None:
+        """Returns when vLLM serves; `say` is told of the step on the way."""
         if self.cached:
-            self.service.wait_for(
-                "a ready LMCache server", lambda: answers_200(self.server_url("/healthcheck")), 180
-            )
+            health = self.server_url("/healthcheck")
+            self.service.wait_for("a ready LMCache server", lambda: answers_200(health), 180)
+            say("the LMCache server is ready; vLLM loads the model")
         url = f"http://127.0.0.1:{self.vllm_port}/health"
         self.service.wait_for("a ready vLLM", lambda: answers_200(url), 300)
 

@@ -3,47 +3,18 @@
 Its exit code is 0 even when every store failed: what counts is the numbers it prints.
 """
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from demo.bench import bench_l2, plugin
 from tests.conftest import LoopDevices
 
 pytestmark = [pytest.mark.lmcache, pytest.mark.matrix]
 
 MIB = 1 << 20
 ENGINE_NAMES = {"uring": "io_uring", "pool": "pool"}
-
-
-def bench(
-    store: list[Path], engine: str, *, align: int, folder: Path
-) -> tuple[dict[str, dict[str, float]], str]:
-    """Runs the benchmark; returns its figures by operation, and everything it printed."""
-    adapter = {
-        "type": "native_plugin",
-        "module_path": "xkv_lmcache",
-        "class_name": "XkvL2Connector",
-        "adapter_params": {"store": [str(path) for path in store], "store_gb": 0.5, "io_engine": engine},
-    }
-    command = [
-        str(Path(sys.executable).parent / "lmcache"),
-        "bench",
-        "l2",
-        "--l2-adapter",
-        json.dumps(adapter),
-    ]
-    # 1,001 KiB: not a whole number of fragments, of pages or of sectors.
-    command += ["--num-keys", "8", "--in-flight", "3", "--rounds", "2", "--warmup-rounds", "1"]
-    command += ["--data-size-kb", "1001", "--l1-align-bytes", str(align), "--lookup-max-hit-rate", "0.5"]
-    command += ["--no-skip-verify", "--format", "json", "--output", str(folder / "result.json")]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stdout
-    metrics = json.loads((folder / "result.json").read_text())["metrics"]
-    return {op["operation"]: op for name, op in metrics.items() if name.startswith("op_")}, ran.stdout
 
 
 @pytest.mark.parametrize("engine", ["uring", "pool"])
@@ -59,7 +30,11 @@ def test_all_stored_found_loaded_and_verified(
         for folder in store:
             folder.mkdir()
     # Buffers of one drive's runs are not aligned for direct I/O, those of two drives' are.
-    figures, output = bench(store, engine, align=1 if drives == 1 else 4096, folder=tmp_path)
+    align = 1 if drives == 1 else 4096
+    adapter = plugin(store=[str(path) for path in store], store_gb=0.5, io_engine=engine)
+    # 1,001 KiB: not a whole number of fragments, of pages or of sectors.
+    result = bench_l2(adapter, num_keys=8, in_flight=3, rounds=2, size_kb=1001, align=align)
+    figures, output = result.figures, result.output
     assert figures.keys() == {"Store", "Lookup", "Load"}, output
     assert all(each["rounds_timed_out"] == 0 for each in figures.values()), output
     assert figures["Store"]["total_keys"] == figures["Store"]["total_success"] == 48, output

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from demo.bench import plugin
 from demo.stack import CHUNK, Service, answers_200, free_ports, prefetches
 
 pytestmark = [pytest.mark.lmcache, pytest.mark.matrix]
@@ -20,21 +21,13 @@ SIZE = 1_000_001
 """Bytes of an object: seven whole fragments and a piece."""
 
 
-def adapter(store: Path) -> str:
-    return json.dumps(
-        {
-            "type": "native_plugin",
-            "module_path": "xkv_lmcache",
-            "class_name": "XkvL2Connector",
-            "adapter_params": {"store": str(store), "store_gb": 0.5},
-        }
-    )
-
-
 @contextmanager
-def storage_process(mode: str, store: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
+def storage_process(
+    mode: str, store: Path, **adapter_params: str
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
     """LMCache's storage manager in a process that has done `mode`, and what it said."""
-    command = [sys.executable, str(PROGRAM), mode, adapter(store), str(COUNT), str(SIZE)]
+    adapter = json.dumps(plugin(store=str(store), store_gb=0.5, **adapter_params))
+    command = [sys.executable, str(PROGRAM), mode, adapter, str(COUNT), str(SIZE)]
     log = store / f"{mode}.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -64,9 +57,13 @@ def test_another_process_loads_what_was_stored(end: str, tmp_path: Path) -> None
         assert said == {"hits": COUNT, "l1": 0, "wrong": 0}
 
 
-def test_an_empty_store_has_nothing(tmp_path: Path) -> None:
-    with storage_process("load", tmp_path) as (_, said):
+def test_another_namespace_shares_nothing(tmp_path: Path) -> None:
+    with storage_process("store", tmp_path, namespace="revision 1"):
+        pass
+    with storage_process("load", tmp_path, namespace="revision 2") as (_, said):
         assert said == {"hits": 0, "l1": 0, "wrong": 0}
+    with storage_process("load", tmp_path, namespace="revision 1") as (_, said):
+        assert said == {"hits": COUNT, "l1": 0, "wrong": 0}
 
 
 SEQUENCES = 3
@@ -97,8 +94,8 @@ def drive(port: int, http_port: int) -> str:
     command += ["--transfer-mode", "lmcache_driven", "--rpc-url", f"tcp://127.0.0.1:{port}"]
     command += ["--url", f"http://127.0.0.1:{http_port}", "--num-tokens", str(TOKENS), "--interval", "0"]
     command += ["--start", "0", "--end", str(SEQUENCES), "--kvcache-shape-spec", "(2,128,16,4,64):float16:4"]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stdout
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "CHECKSUM MISMATCH" not in ran.stdout
     return ran.stdout
 
