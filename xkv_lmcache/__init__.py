@@ -6,50 +6,23 @@ on `event_fd()` and drains the answers. Needs neither LMCache nor vLLM to be imp
 
 from __future__ import annotations
 
-import json
-from typing import Any, Self
+from typing import TYPE_CHECKING
 
-from xkv_lmcache._native import Connector, probe_store
-from xkv_lmcache.params import AdapterParams
+if TYPE_CHECKING:
+    from xkv_lmcache._native import probe_store
+    from xkv_lmcache.connector import XkvL2Connector
 
 __all__ = ["XkvL2Connector", "probe_store"]
 
 
-class XkvL2Connector(Connector):
-    """A connector to a store of KV cache objects, as LMCache's `native_plugin` adapter wants it.
+def __getattr__(name: str) -> object:
+    """Import what needs the native module when it is asked for: settings and help work without it."""
+    if name == "XkvL2Connector":
+        from xkv_lmcache.connector import XkvL2Connector
 
-    Its keyword arguments are the adapter parameters, see `xkv_lmcache.params.AdapterParams`. The constructor raises
-    `ValueError` for parameters that cannot work or a drive with something else on it, `OSError` where the system refuses;
-    it takes nothing with it then.
+        return XkvL2Connector
+    if name == "probe_store":
+        from xkv_lmcache._native import probe_store
 
-    `submit_batch_get`, `submit_batch_set`, `submit_batch_exists` and `submit_batch_delete` return an id at once and never
-    raise. `drain_completions` returns what was answered since: `(id, ok, error, result_bools)`, with one bool per key for
-    get, exists and delete and None for set. `close` takes at most 5 seconds.
-    """
-
-    def __new__(cls, **adapter_params: Any) -> Self:
-        """Validate the parameters and open the store."""
-        params = AdapterParams.parse(adapter_params)
-        return super().__new__(
-            cls,
-            store=params.store_paths,
-            store_gb=params.store_gb,
-            fragment_bytes=params.wanted_fragment_bytes,
-            batch_slots=params.batch_slots,
-            copy_threads=None if params.copy_threads == "auto" else params.copy_threads,
-            verify=params.verify,
-            wait_timeout_s=params.wait_timeout_s,
-            load_deadline_s=params.load_deadline_s,
-            store_deadline_s=params.store_deadline_s,
-            max_pending_store_mb=params.max_pending_store_mb,
-            namespace=params.namespace,
-            stats_interval_s=params.stats_interval_s,
-            stats_path=params.stats_path,
-            io_engine=params.io_engine,
-            direct_io=params.direct_io,
-        )
-
-    def stats(self) -> dict[str, Any]:
-        """Everything that is counted: operations, outcomes of stores and loads, queues, the store."""
-        counted: dict[str, Any] = json.loads(self.stats_json())
-        return counted
+        return probe_store
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

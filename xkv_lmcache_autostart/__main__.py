@@ -10,7 +10,7 @@ import signal
 import sys
 from types import FrameType
 
-from xkv_lmcache_autostart import grammar
+from xkv_lmcache import grammar
 from xkv_lmcache_autostart.execution import execute
 
 

@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from xkv_lmcache.grammar import GIB
 from xkv_lmcache.params import AdapterParams
 from xkv_lmcache_autostart import machine, sockets
 from xkv_lmcache_autostart.command import CPU_BLOCK_SIZE, PLUGIN_MODULE, plain
-from xkv_lmcache_autostart.grammar import GIB
 from xkv_lmcache_autostart.settings import Configuration, Settings
 
 L2_EXTRA_SINCE: Final = (0, 5, 6)

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from xkv_lmcache import grammar
 from xkv_lmcache.params import AdapterParams, ParamsError
-from xkv_lmcache_autostart import grammar
 
 PREFIX: Final = "LMC_"
 

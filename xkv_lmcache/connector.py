@@ -1,0 +1,49 @@
+"""The connector: the native class behind LMCache's adapter contract, with its parameters checked."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Self
+
+from xkv_lmcache._native import Connector
+from xkv_lmcache.params import AdapterParams
+
+
+class XkvL2Connector(Connector):
+    """A connector to a store of KV cache objects, as LMCache's `native_plugin` adapter wants it.
+
+    Its keyword arguments are the adapter parameters, see `xkv_lmcache.params.AdapterParams`. The constructor raises
+    `ValueError` for parameters that cannot work or a drive with something else on it, `OSError` where the system refuses;
+    it takes nothing with it then.
+
+    `submit_batch_get`, `submit_batch_set`, `submit_batch_exists` and `submit_batch_delete` return an id at once and never
+    raise. `drain_completions` returns what was answered since: `(id, ok, error, result_bools)`, with one bool per key for
+    get, exists and delete and None for set. `close` takes at most 5 seconds.
+    """
+
+    def __new__(cls, **adapter_params: Any) -> Self:
+        """Validate the parameters and open the store."""
+        params = AdapterParams.parse(adapter_params)
+        return super().__new__(
+            cls,
+            store=params.store_paths,
+            store_gb=params.store_gb,
+            fragment_bytes=params.wanted_fragment_bytes,
+            batch_slots=params.batch_slots,
+            copy_threads=None if params.copy_threads == "auto" else params.copy_threads,
+            verify=params.verify,
+            wait_timeout_s=params.wait_timeout_s,
+            load_deadline_s=params.load_deadline_s,
+            store_deadline_s=params.store_deadline_s,
+            max_pending_store_mb=params.max_pending_store_mb,
+            namespace=params.namespace,
+            stats_interval_s=params.stats_interval_s,
+            stats_path=params.stats_path,
+            io_engine=params.io_engine,
+            direct_io=params.direct_io,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Everything that is counted: operations, outcomes of stores and loads, queues, the store."""
+        counted: dict[str, Any] = json.loads(self.stats_json())
+        return counted
