@@ -24,7 +24,7 @@ def python_without(folder: Path, *modules: str) -> str:
 
 @pytest.mark.parametrize("off", ["", "0", "false", "OFF"])
 def test_a_command_without_a_server_imports_nothing(tmp_path: Path, off: str) -> None:
-    path = python_without(tmp_path, "click", "pydantic", "structlog", "psutil", "tenacity", "xkv_lmcache")
+    path = python_without(tmp_path, "click", "pydantic", "structlog", "psutil", "tenacity")
     done = run(
         "--", sys.executable, "-c", "print('ran')", LMC_ENABLE=off, LMC_PORT="nonsense", PYTHONPATH=path
     )
