@@ -4,20 +4,22 @@
 mod drives;
 
 use std::fs::{self, File};
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::{Read, Seek, SeekFrom};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use drives::{LoopDrive, Mount};
+use rustix::fs::{MemfdFlags, SealFlags};
 use xkv_store::io::device::open::{STORE_FILE, open_read_only};
 use xkv_store::io::device::testing::MemoryDevice;
 use xkv_store::io::device::{
     self, FileDevice, Inspection, OpenOptions, Target, inspect, is_blank, signature,
 };
 use xkv_store::io::{BLOCK, Device, DirectIo};
-use xkv_store::{ErrorKind, Result, SlotPool};
+use xkv_store::{ErrorKind, SlotPool};
 
 const MIB: u64 = 1 << 20;
 
@@ -284,6 +286,21 @@ fn direct_io_falls_back_where_the_filesystem_refuses_it() {
     assert!(error.to_string().contains(path.to_str().unwrap()), "{error}");
 }
 
+/// A file that can be read but refuses writes, whatever its open mode says: only the trial write can tell.
+#[test]
+fn direct_io_falls_back_where_only_writes_are_refused() {
+    let memory = rustix::fs::memfd_create("sealed", MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&memory, 4 * MIB).unwrap();
+    rustix::fs::fcntl_add_seals(&memory, SealFlags::WRITE).unwrap();
+    let path = format!("/proc/self/fd/{}", memory.as_raw_fd());
+    let device = device::open(Path::new(&path), &options(4 * MIB)).unwrap();
+    let error = device.set_direct(DirectIo::On, true).unwrap_err();
+    assert!(error.to_string().contains(&path), "{error}");
+    assert!(!bypasses_the_page_cache(&device) && !device.is_direct());
+    assert!(!device.set_direct(DirectIo::Auto, true).unwrap());
+    assert!(!bypasses_the_page_cache(&device) && !device.is_direct());
+}
+
 /// What the kernel itself says about the descriptor.
 fn bypasses_the_page_cache(device: &FileDevice) -> bool {
     let path = format!("/proc/self/fdinfo/{}", device.fd().unwrap());
@@ -341,6 +358,16 @@ fn a_block_device_is_taken_whole_and_alone() {
         drop(device);
         device::open(drive.node(), &options(MIB)).unwrap();
     }
+}
+
+#[test]
+fn a_read_only_block_device_is_refused() {
+    if !drives::possible() {
+        return;
+    }
+    let drive = LoopDrive::read_only(4 * MIB);
+    refused(drive.node(), &options(MIB), ErrorKind::Io, &["read-only", "LMC_XKV_STORE"]);
+    assert!(is_blank(&open_read_only(drive.node()).unwrap().unwrap()).unwrap());
 }
 
 #[test]
@@ -424,16 +451,28 @@ fn signatures_are_named() {
     }
 }
 
-/// A file replaced while its old version is locked: the new one is opened, not the old.
+/// The file is replaced while somebody waits for its lock: the lock of the old file is worth nothing.
 #[test]
 fn a_replaced_file_is_noticed() {
     let scratch = drives::scratch();
-    let path = scratch.path().join("file");
+    let path = fs::canonicalize(scratch.path()).unwrap().join("file");
     File::create_new(&path).unwrap().set_len(4 * MIB).unwrap();
-    let first = device::open(&path, &options(4 * MIB)).unwrap();
-    fs::remove_file(&path).unwrap();
-    File::create_new(&path).unwrap().write_all(&[5; 2 * MIB as usize]).unwrap();
-    let second: Result<FileDevice> = device::open(&path, &options(4 * MIB));
-    assert_eq!(second.unwrap().size(), 2 * MIB);
-    assert_eq!(first.size(), 4 * MIB);
+    let holder = device::open(&path, &options(4 * MIB)).unwrap();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| device::open(&path, &options(4 * MIB)));
+        let opened = || {
+            let links = fs::read_dir("/proc/self/fd").unwrap();
+            let targets = links.filter_map(|link| fs::read_link(link.unwrap().path()).ok());
+            targets.filter(|target| *target == path).count()
+        };
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while opened() < 2 {
+            assert!(Instant::now() < deadline, "nobody waits for the lock");
+            std::thread::yield_now();
+        }
+        fs::write(scratch.path().join("new"), vec![5; 2 * MIB as usize]).unwrap();
+        fs::rename(scratch.path().join("new"), &path).unwrap();
+        drop(holder);
+        assert_eq!(waiting.join().unwrap().unwrap().size(), 2 * MIB);
+    });
 }

@@ -39,11 +39,19 @@ pub struct LoopDrive {
 impl LoopDrive {
     /// Attaches a device of `bytes` with sectors of `sector` bytes.
     pub fn new(bytes: u64, sector: u32) -> Self {
+        Self::attach(bytes, &["-b", &sector.to_string()])
+    }
+
+    /// Attaches a device of `bytes` that refuses writes.
+    pub fn read_only(bytes: u64) -> Self {
+        Self::attach(bytes, &["-r"])
+    }
+
+    fn attach(bytes: u64, extra: &[&str]) -> Self {
         let folder = scratch();
         let file = folder.path().join("drive");
         File::create_new(&file).unwrap().set_len(bytes).unwrap();
-        let sector = sector.to_string();
-        let arguments = ["-f", "--show", "-b", &sector, file.to_str().unwrap()];
+        let arguments = [&["-f", "--show"], extra, &[file.to_str().unwrap()]].concat();
         let node = PathBuf::from(run("losetup", &arguments));
         Self { node, file, _folder: folder }
     }

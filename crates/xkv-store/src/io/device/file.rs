@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -119,6 +119,32 @@ impl FileDevice {
         flags.set(OFlags::DIRECT, direct);
         rustix::fs::fcntl_setfl(&self.file, flags)?;
         self.direct.store(direct, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Makes a file of `bytes` zeros of this one; a block device keeps its contents and size.
+    ///
+    /// # Errors
+    /// `TooSmall` when the filesystem cannot hold it; `Io` otherwise.
+    pub fn empty(&mut self, bytes: u64) -> Result<()> {
+        if self.block_device {
+            return Ok(());
+        }
+        let failed = |e| Error::io(format!("{}: cannot be made {bytes} bytes long", self.name), e);
+        let stats = rustix::fs::fstatvfs(&self.file).map_err(|e| failed(e.into()))?;
+        let taken = self.file.metadata().map_err(failed)?.blocks() * 512;
+        let free = stats.f_bavail * stats.f_frsize + taken;
+        if bytes > free {
+            return Err(Error::new(
+                ErrorKind::TooSmall,
+                format!(
+                    "{}: a file of {bytes} bytes does not fit, {free} bytes are free on its filesystem; lower store_gb",
+                    self.name
+                ),
+            ));
+        }
+        self.file.set_len(0).and_then(|()| self.file.set_len(bytes)).map_err(failed)?;
+        self.size = bytes - bytes % BLOCK as u64;
         Ok(())
     }
 

@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::RawFd;
 
 pub use file::FileDevice;
-pub use open::{Inspection, OpenOptions, Target, inspect, open};
+pub use open::{Inspection, OpenOptions, Target, inspect, open, open_to_examine};
 pub use signature::{is_blank, signature};
 
 /// Whether to bypass the page cache.

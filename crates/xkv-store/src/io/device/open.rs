@@ -173,6 +173,7 @@ pub fn open(path: &Path, options: &OpenOptions) -> Result<FileDevice> {
 }
 
 fn open_block_device(path: &Path, patience: Duration) -> Result<FileDevice> {
+    refuse_read_only(path)?;
     // Exclusive opens of a block device exclude one another and mounts, whatever device node or container they come
     // from; locks of files do not.
     let file =
@@ -398,9 +399,7 @@ pub fn inspect(path: &Path, options: &OpenOptions) -> Result<Inspection> {
     let file = target.file();
     if let Target::BlockDevice(path) = &target {
         writable(path)?;
-        if is_read_only_device(path) {
-            return Err(cannot_open(path, true, io::Error::from_raw_os_error(libc::EROFS)));
-        }
+        refuse_read_only(path)?;
         let device =
             retry(options.patience, || File::options().read(true).custom_flags(libc::O_EXCL).open(path))
                 .map_err(|e| cannot_open(path, true, e))?;
@@ -427,20 +426,57 @@ pub fn inspect(path: &Path, options: &OpenOptions) -> Result<Inspection> {
     Ok(Inspection { target, size: None, free: Some(free) })
 }
 
-/// Whether the kernel has marked the block device read-only; opening it for writing would tell, too, but not without a
-/// trace: udev examines a device again when a writer closes it.
-fn is_read_only_device(path: &Path) -> bool {
-    fs::metadata(path).is_ok_and(|metadata| {
-        let (major, minor) = (rustix::fs::major(metadata.rdev()), rustix::fs::minor(metadata.rdev()));
+/// Some kernels and drivers open a read-only block device for writing and refuse the writes.
+fn refuse_read_only(path: &Path) -> Result<()> {
+    let read_only = fs::metadata(path).is_ok_and(|metadata| {
+        let device = metadata.rdev();
+        let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
         fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/ro"))
             .is_ok_and(|value| value.trim() == "1")
-    })
+    });
+    if read_only {
+        return Err(cannot_open(path, true, io::Error::from_raw_os_error(libc::EROFS)));
+    }
+    Ok(())
 }
 
 fn writable(path: &Path) -> Result<()> {
     let wanted =
         if path.is_dir() { Access::WRITE_OK | Access::EXEC_OK } else { Access::READ_OK | Access::WRITE_OK };
     rustix::fs::accessat(CWD, path, wanted, AtFlags::EACCESS).map_err(|e| cannot_open(path, true, e.into()))
+}
+
+/// Opens and locks the device or file at `path` for reading only; makes and changes nothing. None when it does not
+/// exist yet or is an empty file.
+///
+/// # Errors
+/// Those of [`open`].
+pub fn open_to_examine(path: &Path, options: &OpenOptions) -> Result<Option<FileDevice>> {
+    let target = Target::of(path)?;
+    let path = target.file();
+    let device = if matches!(target, Target::BlockDevice(_)) {
+        let file = retry(options.patience, || {
+            File::options().read(true).custom_flags(libc::O_EXCL).open(&path)
+        })
+        .map_err(|e| cannot_open(&path, false, e))?;
+        let size = block_device_size(&path, &file)?;
+        FileDevice::new(file, &path, size, true, false)
+    } else {
+        let file = match File::open(&path) {
+            Ok(file) => file,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(cannot_open(&path, false, e)),
+        };
+        retry(options.patience, || lock(&file)).map_err(|e| cannot_lock(&path, e))?;
+        let examine = |e| Error::io(format!("{}: cannot be examined", path.display()), e);
+        let size = whole_blocks(file.metadata().map_err(examine)?.len());
+        if size == 0 {
+            return Ok(None);
+        }
+        FileDevice::new(file, &path, size, false, false)
+    };
+    device.set_direct(options.direct, false)?;
+    Ok(Some(device))
 }
 
 /// Opens the device or file at `path` for reading only, without lock and buffered: to look at its headers. None when
