@@ -2,13 +2,17 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Self
 
+from typing_extensions import disjoint_base
+
 __all__ = ["Connector", "probe_store"]
 
+@disjoint_base
 class Connector:
     def __new__(
         cls,
         *,
         store: Sequence[str | PathLike[str]],
+        defaulted: bool,
         store_gb: float | None,
         fragment_bytes: int | None,
         batch_slots: int,

@@ -27,6 +27,7 @@ class XkvL2Connector(Connector):
         return super().__new__(
             cls,
             store=params.store_paths,
+            defaulted=params.defaulted,
             store_gb=params.store_gb,
             fragment_bytes=params.wanted_fragment_bytes,
             batch_slots=params.batch_slots,

@@ -5,7 +5,7 @@ import json
 import select
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy
 
@@ -49,7 +49,7 @@ class Client:
         self.connector = XkvL2Connector(**params)
         self._answers: dict[int, Answer] = {}
 
-    def __enter__(self) -> "Client":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

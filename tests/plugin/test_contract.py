@@ -48,7 +48,18 @@ def test_ten_thousand_keys_in_one_batch(client: Client) -> None:
     assert client.exists(list(objects)) == [False] * len(objects)
 
 
-MODELS = ["org/model", "/local/../path", "a b", "..", "m" * 300, "😀", "lone \ud800 surrogate", "-SEP-", "a\0b", ""]
+MODELS = [
+    "org/model",
+    "/local/../path",
+    "a b",
+    "..",
+    "m" * 300,
+    "😀",
+    "lone \ud800 surrogate",
+    "-SEP-",
+    "a\0b",
+    "",
+]
 
 
 def test_odd_models_and_salts_are_told_apart(client: Client) -> None:
@@ -189,7 +200,10 @@ def test_submits_from_many_threads_while_another_drains(client: Client) -> None:
 
 
 def test_several_connectors_in_one_process(tmp_path: Path) -> None:
-    with Client(store=str(tmp_path / "1"), store_gb=0.1) as one, Client(store=str(tmp_path / "2"), store_gb=0.1) as two:
+    with (
+        Client(store=str(tmp_path / "1"), store_gb=0.1) as one,
+        Client(store=str(tmp_path / "2"), store_gb=0.1) as two,
+    ):
         assert one.set({"a": b"one"}) and two.set({"a": b"two"})
         assert (one.get({"a": 3}), two.get({"a": 3})) == ({"a": b"one"}, {"a": b"two"})
         assert one.connector.event_fd() != two.connector.event_fd()

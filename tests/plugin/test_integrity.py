@@ -51,7 +51,9 @@ def test_a_thousand_flipped_bytes_are_a_thousand_misses(tmp_path: Path) -> None:
         assert stats["load_miss_not_verified"] == stats["discarded"] == ROUNDS * OBJECTS
 
 
-@pytest.mark.parametrize(("verify", "sampled", "other"), [("full", None, None), ("sample", None, "x"), ("off", "x", "x")])
+@pytest.mark.parametrize(
+    ("verify", "sampled", "other"), [("full", None, None), ("sample", None, "x"), ("off", "x", "x")]
+)
 def test_what_each_way_to_verify_sees(verify: str, sampled: object, other: object, tmp_path: Path) -> None:
     with Client(store=str(tmp_path), store_gb=0.03, fragment_bytes=FRAGMENT, verify=verify) as client:
         (file,) = tmp_path.iterdir()

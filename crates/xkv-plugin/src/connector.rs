@@ -185,6 +185,12 @@ impl Connector {
         // Should a thread fail to start, dropping the connector ends those that did.
         let shared = &connector.shared;
         tracing::info!("{}", shared.backend.describe());
+        if shared.namespace.is_empty() {
+            tracing::warn!(
+                "namespace is empty: LMCache's keys do not tell weights, dtype and layout apart; set namespace to a \
+                 text that does (LMC_XKV_NAMESPACE) where one store serves more than one of a model's name"
+            );
+        }
         spawn("xkv-report", {
             let shared = shared.clone();
             move || {

@@ -24,13 +24,14 @@ impl Connector {
     /// Opens the store; the arguments are checked, named and documented by `xkv_lmcache.params`.
     #[new]
     #[pyo3(signature = (
-        *, store, store_gb, fragment_bytes, batch_slots, copy_threads, verify, wait_timeout_s, load_deadline_s,
+        *, store, defaulted, store_gb, fragment_bytes, batch_slots, copy_threads, verify, wait_timeout_s, load_deadline_s,
         store_deadline_s, max_pending_store_mb, namespace, stats_interval_s, stats_path, io_engine, direct_io,
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         store: Vec<PathBuf>,
+        defaulted: bool,
         store_gb: Option<f64>,
         fragment_bytes: Option<u32>,
         batch_slots: usize,
@@ -48,6 +49,13 @@ impl Connector {
     ) -> PyResult<Self> {
         logging::install();
         let mut store = store_config(store, store_gb, fragment_bytes);
+        if defaulted {
+            let gib = store.file_bytes as f64 / f64::from(1 << 30);
+            tracing::warn!(
+                "nothing says where the store is: using {:?}, {gib} GiB; set store (LMC_XKV_STORE) to choose",
+                store.paths
+            );
+        }
         store.engine = match io_engine {
             "auto" => EngineKind::Auto,
             "uring" => EngineKind::Uring,
@@ -77,9 +85,7 @@ impl Connector {
             stats_interval: seconds("stats_interval_s", stats_interval_s)?,
             stats_path,
         };
-        py.detach(|| xkv_plugin::Connector::open(&store, batch_slots, config))
-            .map(Self)
-            .map_err(exception)
+        py.detach(|| xkv_plugin::Connector::open(&store, batch_slots, config)).map(Self).map_err(exception)
     }
 
     /// Descriptor that becomes readable when there is something to drain.
@@ -109,11 +115,7 @@ impl Connector {
 
     /// The answers since the last call.
     fn drain_completions(&self) -> Vec<Answer> {
-        self.0
-            .drain()
-            .into_iter()
-            .map(|done| (done.id, done.ok, done.error, done.results))
-            .collect()
+        self.0.drain().into_iter().map(|done| (done.id, done.ok, done.error, done.results)).collect()
     }
 
     /// Ends it, within 5 seconds.
@@ -128,18 +130,11 @@ impl Connector {
 }
 
 impl Connector {
-    fn submit_buffers(
-        &self,
-        operation: Operation,
-        keys: &Bound<'_, PyAny>,
-        views: &Bound<'_, PyAny>,
-    ) -> u64 {
+    fn submit_buffers(&self, operation: Operation, keys: &Bound<'_, PyAny>, views: &Bound<'_, PyAny>) -> u64 {
         self.guarded(operation, keys, || {
             let filled = operation == Operation::Get;
-            let views: Vec<Bound<'_, PyAny>> = views
-                .try_iter()
-                .and_then(Iterator::collect)
-                .unwrap_or_default();
+            let views: Vec<Bound<'_, PyAny>> =
+                views.try_iter().and_then(Iterator::collect).unwrap_or_default();
             let (exported, owner) = buffers::export(&views, filled);
             match encode_all(keys) {
                 Ok(keys) if filled => self.0.submit_get(keys, exported, owner),
@@ -157,31 +152,14 @@ impl Connector {
     ) -> u64 {
         self.guarded(operation, keys, || match encode_all(keys) {
             Ok(keys) => submit(keys),
-            Err(error) => self.refuse(
-                operation,
-                keys,
-                Vec::new(),
-                Box::new(()),
-                &error.to_string(),
-            ),
+            Err(error) => self.refuse(operation, keys, Vec::new(), Box::new(()), &error.to_string()),
         })
     }
 
     /// A panic becomes a failed completion like any other error.
-    fn guarded(
-        &self,
-        operation: Operation,
-        keys: &Bound<'_, PyAny>,
-        submit: impl FnOnce() -> u64,
-    ) -> u64 {
+    fn guarded(&self, operation: Operation, keys: &Bound<'_, PyAny>, submit: impl FnOnce() -> u64) -> u64 {
         catch_unwind(AssertUnwindSafe(submit)).unwrap_or_else(|_| {
-            self.refuse(
-                operation,
-                keys,
-                Vec::new(),
-                Box::new(()),
-                "internal error in submit",
-            )
+            self.refuse(operation, keys, Vec::new(), Box::new(()), "internal error in submit")
         })
     }
 
@@ -193,8 +171,7 @@ impl Connector {
         owner: Owner,
         error: &str,
     ) -> u64 {
-        self.0
-            .refuse(operation, keys.len().unwrap_or(0), buffers, owner, error)
+        self.0.refuse(operation, keys.len().unwrap_or(0), buffers, owner, error)
     }
 }
 
@@ -204,14 +181,10 @@ fn encode_all(keys: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u8>>> {
 }
 
 fn encode(key: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
-    let key = key
-        .cast::<PyString>()
-        .map_err(|_| PyTypeError::new_err("a key is not a str"))?;
+    let key = key.cast::<PyString>().map_err(|_| PyTypeError::new_err("a key is not a str"))?;
     match key.to_cow() {
         Ok(text) => Ok(text.as_bytes().to_vec()),
-        Err(_) => key
-            .call_method1("encode", ("utf-8", "surrogatepass"))?
-            .extract(),
+        Err(_) => key.call_method1("encode", ("utf-8", "surrogatepass"))?.extract(),
     }
 }
 

@@ -44,11 +44,7 @@ fn store_config(
     store_gb: Option<f64>,
     fragment_bytes: Option<u32>,
 ) -> StoreConfig {
-    let mut config = StoreConfig {
-        paths,
-        fragment_bytes,
-        ..StoreConfig::default()
-    };
+    let mut config = StoreConfig { paths, fragment_bytes, ..StoreConfig::default() };
     if let Some(gib) = store_gb {
         config.file_bytes = (gib * f64::from(1 << 30)) as u64;
     }

@@ -34,10 +34,7 @@ where
 pub fn install() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        let level = std::env::var("XKV_LOG")
-            .ok()
-            .and_then(|name| name.parse().ok())
-            .unwrap_or(Level::INFO);
+        let level = std::env::var("XKV_LOG").ok().and_then(|name| name.parse().ok()).unwrap_or(Level::INFO);
         // Another extension of this process may have installed its own: then that one gets the lines.
         let _ = tracing::subscriber::set_global_default(
             SubscriberBuilder::default()
