@@ -37,13 +37,20 @@ def plugin(**adapter_params: Any) -> dict[str, Any]:
 
 
 def bench_l2(
-    adapter: dict[str, Any], *, num_keys: int, in_flight: int, rounds: int, size_kb: int, align: int
+    adapter: dict[str, Any],
+    *,
+    num_keys: int,
+    in_flight: int,
+    rounds: int,
+    size_kb: int,
+    align: int,
+    warmup: int = 0,
 ) -> Result:
     """Runs `lmcache bench l2` with its check of the data.
 
     Args:
         adapter: specification of the L2 adapter.
-        num_keys: objects per batch; in_flight: batches at once; rounds: measured, after one to warm up.
+        num_keys: objects per batch; in_flight: batches at once; rounds: measured, after `warmup` that are not.
         size_kb: KiB of an object; align: alignment of its buffer in bytes.
 
     Raises:
@@ -60,7 +67,14 @@ def bench_l2(
             json.dumps(adapter),
         ]
         command += ["--num-keys", str(num_keys), "--in-flight", str(in_flight), "--rounds", str(rounds)]
-        command += ["--warmup-rounds", "1", "--data-size-kb", str(size_kb), "--l1-align-bytes", str(align)]
+        command += [
+            "--warmup-rounds",
+            str(warmup),
+            "--data-size-kb",
+            str(size_kb),
+            "--l1-align-bytes",
+            str(align),
+        ]
         command += [
             "--lookup-max-hit-rate",
             "0.5",
@@ -105,6 +119,7 @@ def main() -> int:
                 "rounds": ROUNDS,
                 "size_kb": SIZE_KB,
                 "align": 4096,
+                "warmup": 1,
             }
             figures = bench_l2(adapter, **options).figures
             for operation in ("Store", "Load"):

@@ -32,8 +32,9 @@ def test_all_stored_found_loaded_and_verified(
     # Buffers of one drive's runs are not aligned for direct I/O, those of two drives' are.
     align = 1 if drives == 1 else 4096
     adapter = plugin(store=[str(path) for path in store], store_gb=0.5, io_engine=engine)
-    # 1,001 KiB: not a whole number of fragments, of pages or of sectors.
-    result = bench_l2(adapter, num_keys=8, in_flight=3, rounds=2, size_kb=1001, align=align)
+    # Not a whole number of fragments; of pages neither, where the benchmark lets it.
+    size_kb = 1001 if align == 1 else 1000
+    result = bench_l2(adapter, num_keys=8, in_flight=3, rounds=2, size_kb=size_kb, align=align)
     figures, output = result.figures, result.output
     assert figures.keys() == {"Store", "Lookup", "Load"}, output
     assert all(each["rounds_timed_out"] == 0 for each in figures.values()), output
