@@ -16,7 +16,7 @@ use xkv_store::{FragmentSums, SlotBuf, SlotPool};
 use crate::control::{
     self, Bye, Frames, Heartbeat, Hello, Message, RefusalCode, StatusRequest, VERSION, Welcome,
 };
-use crate::entry::{NO_SLOT, Operation, Reply, Request};
+use crate::entry::{NO_SLOT, Operation, Reply, Request, Status};
 use crate::memory::{Geometry, MAX_SLOT_BYTES, MAX_SLOTS, RingMemory, SharedQueue};
 use crate::pass;
 use crate::queue::{Consumer, Entry, Producer, QueueMemory};
@@ -101,6 +101,7 @@ pub struct Answer {
 pub type Answered = Box<dyn FnOnce(Answer) + Send>;
 
 struct Pending {
+    operation: Operation,
     slot: Option<SlotBuf>,
     done: Answered,
 }
@@ -112,7 +113,7 @@ struct Outbox {
     next: u64,
 }
 
-type Hook = Box<dyn Fn() + Send + Sync>;
+type Hook = Arc<dyn Fn() + Send + Sync>;
 type LastWords = Box<dyn FnOnce(SessionError) + Send>;
 
 struct Inner {
@@ -236,7 +237,7 @@ impl Session {
 
     /// Sets the function that is called when asking [`Operation::Begin`] again may help.
     pub fn on_space(&self, hook: Box<dyn Fn() + Send + Sync>) {
-        *self.0.0.on_space.lock() = Some(hook);
+        *self.0.0.on_space.lock() = Some(hook.into());
     }
 
     /// Sets the function that is called once when the session ends; at once when it has.
@@ -259,6 +260,7 @@ impl Inner {
     }
 
     fn call(&self, call: Call, done: Answered) {
+        let Call { operation, handle, argument, sums, .. } = call;
         let slot = call.slot.as_ref().map_or(NO_SLOT, SlotBuf::slot);
         let mut outbox = self.outbox.lock();
         let number = outbox.next;
@@ -273,10 +275,9 @@ impl Inner {
             if pending.is_empty() {
                 self.busy_since.store(self.now(), Ordering::Relaxed);
             }
-            pending.insert(number, Pending { slot: call.slot, done });
+            pending.insert(number, Pending { operation, slot: call.slot, done });
         }
         outbox.next += 1;
-        let Call { operation, handle, argument, sums, .. } = call;
         outbox.backlog.push_back(Request { number, operation, slot, handle, argument, sums }.encode());
         if let Err(error) = outbox.flush() {
             drop(outbox);
@@ -305,7 +306,11 @@ impl Inner {
     fn take(&self, entry: &Entry) -> Result<(), &'static str> {
         let reply = Reply::decode(entry).ok_or("an unknown reply")?;
         if reply.number == 0 {
-            if let Some(hook) = &*self.on_space.lock() {
+            if reply.operation != Operation::Space {
+                return Err("an unknown event");
+            }
+            let hook = self.on_space.lock().clone();
+            if let Some(hook) = hook {
                 hook();
             }
             return Ok(());
@@ -313,10 +318,22 @@ impl Inner {
         self.completed.store(self.now(), Ordering::Relaxed);
         let pending = self.pending.lock().remove(&reply.number).ok_or("a reply to nothing")?;
         let slot = pending.slot.as_ref().map_or(NO_SLOT, SlotBuf::slot);
-        if slot != reply.slot {
-            let reply = Err(SessionError::new("the gateway mixed slots up"));
+        let wrong = if slot != reply.slot {
+            Some("a reply with another slot")
+        } else if pending.operation != reply.operation {
+            Some("a reply to another operation")
+        } else if reply.operation == Operation::Read
+            && reply.status == Status::Done
+            && reply.value > self.pool.slot_bytes() as u64
+        {
+            Some("a fragment longer than a slot")
+        } else {
+            None
+        };
+        if let Some(what) = wrong {
+            let reply = Err(SessionError::new(format!("the gateway sent {what}")));
             (pending.done)(Answer { reply, slot: pending.slot });
-            return Err("a reply with another slot");
+            return Err(what);
         }
         (pending.done)(Answer { reply: Ok(reply), slot: pending.slot });
         let mut outbox = self.outbox.lock();
@@ -334,15 +351,16 @@ impl Inner {
             std::mem::take(&mut *pending)
         };
         *self.reason.lock() = Some(reason.clone());
-        let mut control = &self.control;
-        _ = control::send(&mut control, &Message::Bye(Bye { reason: bye.to_owned() }));
-        _ = self.control.shutdown(Shutdown::Both);
         // Wakes the thread that takes replies.
         self.memory.completions().wake();
         for (_, pending) in pending {
             (pending.done)(Answer { reply: Err(reason.clone()), slot: pending.slot });
         }
         self.tell_end(reason);
+        // Last, since a connection that takes nothing more would hold the answers up.
+        let mut control = &self.control;
+        _ = control::send(&mut control, &Message::Bye(Bye { reason: bye.to_owned() }));
+        _ = self.control.shutdown(Shutdown::Both);
     }
 
     fn tell_end(&self, reason: SessionError) {
@@ -379,14 +397,18 @@ impl Life {
         let every = Duration::from_millis(u64::from(self.inner.welcome.heartbeat_ms));
         let mut sent = Instant::now();
         let (mut heard, mut advanced, mut io) = (self.inner.now(), self.inner.now(), 0);
+        // Since when heartbeats speak of a flush and the counter stands still.
+        let mut flushing = None;
         while !self.inner.ended.load(Ordering::SeqCst) {
             match self.frames.next(&mut self.control) {
                 Ok(Some(Message::Heartbeat(beat))) => {
                     heard = self.inner.now();
-                    let flush = self.config.flush_patience.as_millis() as u64;
-                    let flushing =
-                        beat.flushing && heard < self.inner.busy_since.load(Ordering::Relaxed) + flush;
-                    if beat.io != io || flushing {
+                    if beat.io != io || !beat.flushing {
+                        flushing = None;
+                    }
+                    let patience = self.config.flush_patience.as_millis() as u64;
+                    let flush = beat.flushing && heard - *flushing.get_or_insert(heard) < patience;
+                    if beat.io != io || flush {
                         advanced = heard;
                     }
                     io = beat.io;

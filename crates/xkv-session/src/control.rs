@@ -36,11 +36,13 @@ pub struct Hello {
     /// Version of the protocol.
     pub version: u32,
     /// For people: who this is.
+    #[serde(default)]
     pub client: String,
     /// Shared secret, when the gateway wants one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub token: Option<String>,
     /// Slots wanted.
+    #[serde(default)]
     pub slots: u32,
     /// Fragment size the client insists on, bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -168,25 +170,26 @@ pub struct Frames {
 }
 
 impl Frames {
-    /// The next message; none when the connection timed out before it was whole.
+    /// The next message; none when it is not whole yet, after one read at most: whoever sends a frame byte by byte
+    /// keeps nobody from looking at the clock.
     ///
     /// # Errors
     /// The connection's; `UnexpectedEof` when it ended; `InvalidData` for a body that is too large or makes no sense.
     pub fn next(&mut self, from: &mut impl Read) -> io::Result<Option<Message>> {
-        loop {
-            if let Some(message) = self.take()? {
-                return Ok(Some(message));
+        if let Some(message) = self.take()? {
+            return Ok(Some(message));
+        }
+        let mut piece = [0; 4096];
+        match from.read(&mut piece) {
+            Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(len) => {
+                self.bytes.extend_from_slice(&piece[..len]);
+                self.take()
             }
-            let mut piece = [0; 4096];
-            match from.read(&mut piece) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(len) => self.bytes.extend_from_slice(&piece[..len]),
-                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
-                    return Ok(None);
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
+            Err(error) => match error.kind() {
+                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted => Ok(None),
+                _ => Err(error),
+            },
         }
     }
 

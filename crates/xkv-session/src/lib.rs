@@ -18,6 +18,8 @@ pub mod queue;
 pub mod server;
 #[cfg(not(loom))]
 mod service;
+#[cfg(not(loom))]
+mod spare;
 mod words;
 
 #[cfg(not(loom))]

@@ -33,6 +33,8 @@ const PAGE: u64 = 4096;
 const INDICES: u64 = PAGE;
 const LINE: u64 = 128;
 const ENTRIES: u64 = 2 * PAGE;
+/// File system type of a memfd of plain pages (`TMPFS_MAGIC` of `linux/magic.h`).
+const TMPFS: rustix::fs::FsWord = 0x0102_1994;
 const ENTRY_BYTES: u64 = ENTRY_WORDS as u64 * 8;
 /// Largest number of slots of a session.
 pub const MAX_SLOTS: u32 = 1 << 16;
@@ -79,6 +81,8 @@ pub struct RingMemory {
     base: NonNull<u8>,
     geometry: Geometry,
     generation: u64,
+    /// Whether the slots were handed out, to a pool or a table.
+    handed_out: AtomicBool,
 }
 
 // SAFETY: the words are atomics; the slots are handed out one holder at a time by `SlotPool` and `SlotTable`.
@@ -140,8 +144,16 @@ impl RingMemory {
         if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
             return Err(wrong("not sealed"));
         }
-        if rustix::fs::fstat(&fd)?.st_size as u64 != expected.bytes() {
+        // Sealed huge pages can still be given back under us; those of a plain memfd come back as zeros.
+        if rustix::fs::fstatfs(&fd)?.f_type != TMPFS {
+            return Err(wrong("not plain memory"));
+        }
+        let stat = rustix::fs::fstat(&fd)?;
+        if stat.st_size as u64 != expected.bytes() {
             return Err(wrong("unexpected size"));
+        }
+        if (stat.st_blocks as u64) * 512 < expected.bytes() {
+            return Err(wrong("its pages are not reserved"));
         }
         let memory = Self::map(&fd, expected, generation)?;
         let mut header = [0; 32];
@@ -174,6 +186,7 @@ impl RingMemory {
             base: NonNull::new(base.cast()).expect("mmap never returns null here"),
             geometry,
             generation,
+            handed_out: AtomicBool::new(false),
         })
     }
 
@@ -199,11 +212,19 @@ impl RingMemory {
     }
 
     /// The client's slots.
+    ///
+    /// # Panics
+    /// The slots of this mapping were handed out before.
     pub fn pool(self: &Arc<Self>) -> SlotPool {
+        self.hand_out();
         let Geometry { slots, slot_bytes, .. } = self.geometry;
         // SAFETY: the mapping reaches to the end of the last slot and lives as long as the box; it is zeroed pages,
-        // page-aligned; a client makes one pool per session and reaches the slots in no other way.
+        // page-aligned; `hand_out` makes this pool the only way to the slots of this mapping.
         unsafe { SlotPool::over(self.slot(0), slots as usize, slot_bytes as usize, Box::new(self.clone())) }
+    }
+
+    fn hand_out(&self) {
+        assert!(!self.handed_out.swap(true, Ordering::SeqCst), "a mapping's slots are handed out once");
     }
 
     fn slot(&self, slot: u32) -> NonNull<u8> {
@@ -302,7 +323,11 @@ pub struct SlotTable {
 
 impl SlotTable {
     /// No slot is in use.
+    ///
+    /// # Panics
+    /// The slots of this mapping were handed out before.
     pub fn new(memory: &Arc<RingMemory>) -> Arc<Self> {
+        memory.hand_out();
         let busy = (0..memory.geometry.slots).map(|_| AtomicBool::new(false)).collect();
         Arc::new(Self { memory: memory.clone(), busy })
     }

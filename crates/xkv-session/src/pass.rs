@@ -10,13 +10,17 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
 /// How the names of these sockets begin and end.
 pub const PREFIX: &str = "xkv-";
 const SUFFIX: &str = ".sock";
+/// How often the gateway looks whether the client is still there.
+const TICK: Duration = Duration::from_millis(100);
+/// How long whoever connects may take to show the ticket.
+const SHOWING: Duration = Duration::from_secs(1);
 
 /// The gateway's end; the name is gone when this is dropped.
 pub struct Handover {
@@ -49,33 +53,35 @@ impl Handover {
         &self.path
     }
 
-    /// Gives `fd` to the first that connects and shows the ticket.
+    /// Gives `fd` to the first that connects and shows the ticket. `gone` is asked now and then.
     ///
     /// # Errors
-    /// `TimedOut` when nobody does within `patience`.
-    pub fn give(&self, fd: impl AsFd, ticket: u64, patience: Duration) -> io::Result<()> {
+    /// `TimedOut` when nobody does within `patience`, or the client is gone.
+    pub fn give(
+        &self,
+        fd: impl AsFd,
+        ticket: u64,
+        patience: Duration,
+        gone: impl Fn() -> bool,
+    ) -> io::Result<()> {
         let deadline = Instant::now() + patience;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if left.is_zero() || gone() {
                 return Err(io::Error::new(
                     io::ErrorKind::TimedOut,
                     "the client did not fetch the session's memory",
                 ));
             }
-            wait_readable(&self.listener, left)?;
+            wait_readable(&self.listener, left.min(TICK))?;
             let mut stream = match self.listener.accept() {
                 Ok((stream, _)) => stream,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
                 Err(error) => return Err(error),
             };
-            stream.set_nonblocking(false)?;
-            stream.set_read_timeout(Some(left.min(Duration::from_secs(1))))?;
-            let mut shown = [0; 8];
-            if stream.read_exact(&mut shown).is_err() || u64::from_le_bytes(shown) != ticket {
-                continue;
+            if read_ticket(&mut stream, left.min(SHOWING)).is_ok_and(|shown| shown == ticket) {
+                return send_fd(&stream, fd);
             }
-            return send_fd(&stream, fd);
         }
     }
 }
@@ -108,7 +114,7 @@ pub fn fetch(folder: &Path, socket: &str, ticket: u64, patience: Duration) -> io
         return Err(io::Error::new(io::ErrorKind::InvalidData, text));
     }
     let path = folder.join(socket);
-    let mut stream = UnixStream::connect(&path).map_err(|error| {
+    let mut stream = connect(&path).map_err(|error| {
         let text = format!(
             "{}: {error}; the gateway is on another host, or the shared folder (shm_dir) is not the same folder on both \
              sides: share the host's /dev/shm (ipc: host) or mount one folder into both",
@@ -120,6 +126,35 @@ pub fn fetch(folder: &Path, socket: &str, ticket: u64, patience: Duration) -> io
     stream.set_write_timeout(Some(patience))?;
     io::Write::write_all(&mut stream, &ticket.to_le_bytes())?;
     receive_fd(&stream)
+}
+
+/// Connects without waiting: a queue of connections that nobody accepts would block for ever.
+fn connect(path: &Path) -> io::Result<UnixStream> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
+/// The eight bytes that the other side shows, all of them within `patience`.
+fn read_ticket(stream: &mut UnixStream, patience: Duration) -> io::Result<u64> {
+    let deadline = Instant::now() + patience;
+    stream.set_nonblocking(false)?;
+    let (mut shown, mut have) = ([0; 8], 0);
+    while have < shown.len() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        stream.set_read_timeout(Some(left))?;
+        match stream.read(&mut shown[have..])? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            len => have += len,
+        }
+    }
+    Ok(u64::from_le_bytes(shown))
 }
 
 fn wait_readable(fd: impl AsFd, patience: Duration) -> io::Result<()> {

@@ -4,7 +4,7 @@ use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -14,11 +14,13 @@ use serde::Serialize;
 use xkv_store::{Error, ErrorKind, Store, StoreStats};
 
 use crate::control::{
-    self, Bye, Frames, Heartbeat, Hello, Message, Refusal, RefusalCode, StatusRequest, VERSION, Welcome,
+    self, Bye, Frames, Heartbeat, Hello, MAX_FRAME, Message, Refusal, RefusalCode, StatusRequest, VERSION,
+    Welcome,
 };
 use crate::memory::{Geometry, MAX_SLOTS, RingMemory};
 use crate::pass::{self, Handover};
 use crate::service::Service;
+use crate::spare;
 
 /// Connections at once, sessions or not.
 const MAX_CONNECTIONS: usize = 256;
@@ -26,8 +28,12 @@ const MAX_CONNECTIONS: usize = 256;
 const OPENING: Duration = Duration::from_secs(5);
 /// How often a connection's thread looks at its clock.
 const TICK: Duration = Duration::from_millis(100);
-/// Memory that must stay available beside a new session's ring: one part in so many of what it takes, at least 64 MiB.
-const SPARE_SHARE: u64 = 8;
+/// Pause after the system refused to accept a connection (no descriptors left, say).
+const REFUSED: Duration = Duration::from_millis(100);
+/// How long a client waits for a seat.
+const SEATING: Duration = Duration::from_millis(500);
+/// Characters that a client's name for itself is cut to.
+const NAME_CHARS: usize = 64;
 
 /// How to run a gateway.
 #[derive(Clone, Debug)]
@@ -158,6 +164,13 @@ struct SessionEntry {
     service: Arc<Service>,
 }
 
+/// A session that a client has fetched the memory of.
+struct Opened {
+    welcome: Welcome,
+    service: Arc<Service>,
+    _seat: Seat,
+}
+
 struct Shared {
     store: Store,
     config: GatewayConfig,
@@ -166,9 +179,22 @@ struct Shared {
     closing: AtomicBool,
     connections: Mutex<Vec<JoinHandle<()>>>,
     sessions: Mutex<Vec<SessionEntry>>,
+    /// Sessions open and being opened.
+    seats: AtomicUsize,
+    /// Held while a ring's memory is taken, so that two sessions do not count the same memory as free.
+    taking: Mutex<()>,
     next: AtomicU64,
     opened: AtomicU64,
     refused: AtomicU64,
+}
+
+/// One of the `max_sessions`.
+struct Seat(Arc<Shared>);
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.0.seats.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 /// A running gateway. Dropping it ends it.
@@ -195,6 +221,13 @@ impl Gateway {
                 ),
             ));
         }
+        if config.max_slots == 0 || config.heartbeat < Duration::from_millis(1) {
+            let text = format!(
+                "max_slots={} and heartbeat={:?}: a session needs at least one slot and a heartbeat of 1 ms or more",
+                config.max_slots, config.heartbeat
+            );
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
         let id = store.id();
         pass::clean(&config.shm_dir, &id);
         // Proves now that sessions can be handed over later.
@@ -217,6 +250,8 @@ impl Gateway {
             closing: AtomicBool::new(false),
             connections: Mutex::default(),
             sessions: Mutex::default(),
+            seats: AtomicUsize::new(0),
+            taking: Mutex::default(),
             next: AtomicU64::new(1),
             opened: AtomicU64::new(0),
             refused: AtomicU64::new(0),
@@ -280,8 +315,17 @@ impl Shared {
             let mut fds: Vec<PollFd<'_>> = listeners.iter().map(|l| PollFd::new(l, PollFlags::IN)).collect();
             _ = poll(&mut fds, Some(&timeout));
             for listener in listeners {
-                while let Ok((stream, address)) = listener.accept() {
-                    self.admit(stream, address);
+                loop {
+                    match listener.accept() {
+                        Ok((stream, address)) => self.admit(stream, address),
+                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                        Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                        Err(error) => {
+                            tracing::error!(%error, "cannot accept a connection");
+                            std::thread::sleep(REFUSED);
+                            break;
+                        }
+                    }
                 }
             }
         }
@@ -292,6 +336,11 @@ impl Shared {
         connections.retain(|connection| !connection.is_finished());
         if connections.len() >= MAX_CONNECTIONS {
             tracing::warn!(%address, "refused: {MAX_CONNECTIONS} connections are open");
+            let reason = format!("{MAX_CONNECTIONS} connections are open, sessions or not; end some");
+            // A new connection takes so few bytes without waiting.
+            _ = stream.set_nonblocking(true);
+            let refusal = Refusal { code: RefusalCode::Limit, reason };
+            _ = control::send(&mut &stream, &Message::Refused(refusal));
             return;
         }
         let shared = self.clone();
@@ -307,10 +356,11 @@ impl Shared {
         let outcome = setup(&stream).and_then(|()| self.first(&mut stream, &mut frames));
         match outcome {
             Ok(Some(Message::Hello(hello))) => match self.open(&mut stream, &hello) {
-                Ok((welcome, service)) => self.session(stream, frames, address, hello, welcome, service),
+                Ok(opened) => self.session(stream, frames, address, &hello, opened),
                 Err(refusal) => {
                     self.refused.fetch_add(1, Ordering::Relaxed);
-                    tracing::warn!(%address, client = hello.client, reason = refusal.reason, "session refused");
+                    let client = name(&hello);
+                    tracing::warn!(%address, client, reason = refusal.reason, "session refused");
                     _ = control::send(&mut stream, &Message::Refused(refusal));
                     _ = stream.shutdown(Shutdown::Write);
                 }
@@ -339,10 +389,19 @@ impl Shared {
 
     fn answer_status(&self, stream: &mut TcpStream, request: &StatusRequest) -> io::Result<()> {
         let message = match self.check_token(request.token.as_deref()) {
-            Ok(()) => Message::State(serde_json::to_value(self.status())?),
+            Ok(()) => Message::State(self.state()?),
             Err(refusal) => Message::Refused(refusal),
         };
         control::send(stream, &message)
+    }
+
+    /// The status as a frame can carry it: of very many sessions the later half is left out, and again.
+    fn state(&self) -> io::Result<serde_json::Value> {
+        let mut status = self.status();
+        while serde_json::to_vec(&status)?.len() > MAX_FRAME - 64 && !status.sessions.is_empty() {
+            status.sessions.truncate(status.sessions.len() / 2);
+        }
+        Ok(serde_json::to_value(status)?)
     }
 
     fn check_token(&self, shown: Option<&str>) -> Result<(), Refusal> {
@@ -359,7 +418,7 @@ impl Shared {
         Err(Refusal { code: RefusalCode::Token, reason: reason.into() })
     }
 
-    fn open(&self, stream: &mut TcpStream, hello: &Hello) -> Result<(Welcome, Arc<Service>), Refusal> {
+    fn open(self: &Arc<Self>, stream: &mut TcpStream, hello: &Hello) -> Result<Opened, Refusal> {
         let refuse = |code, reason: String| Err(Refusal { code, reason });
         if hello.version != VERSION {
             return refuse(
@@ -377,17 +436,24 @@ impl Shared {
                 ),
             );
         }
-        if self.sessions.lock().len() >= self.config.max_sessions {
+        if self.closing() {
+            return refuse(RefusalCode::Closing, "the gateway is closing".into());
+        }
+        let Some(seat) = self.seat() else {
+            let max = self.config.max_sessions;
             return refuse(
                 RefusalCode::Limit,
-                format!("{} sessions are open (max_sessions); end one or raise it", self.config.max_sessions),
+                format!("{max} sessions are open (max_sessions); end one or raise it"),
             );
-        }
+        };
         let geometry =
             Geometry::new(hello.slots.clamp(1, self.config.max_slots.min(MAX_SLOTS)), fragment_bytes);
         let limit = |error: io::Error| Refusal { code: RefusalCode::Limit, reason: error.to_string() };
-        spare_memory(geometry.bytes()).map_err(limit)?;
-        let (memory, fd) = RingMemory::create(geometry, self.generation).map_err(limit)?;
+        let (memory, fd) = {
+            let _taking = self.taking.lock();
+            spare::check(geometry.bytes()).map_err(limit)?;
+            RingMemory::create(geometry, self.generation).map_err(limit)?
+        };
         let id = self.store.id();
         let handover =
             Handover::listen(&self.config.shm_dir, &id, random(), self.config.socket_mode).map_err(limit)?;
@@ -404,9 +470,23 @@ impl Shared {
             description: self.store.describe(),
         };
         control::send(stream, &Message::Welcome(welcome.clone())).map_err(limit)?;
-        handover.give(fd, welcome.ticket, OPENING).map_err(limit)?;
+        let gone = || self.closing() || has_left(stream);
+        handover.give(fd, welcome.ticket, OPENING, gone).map_err(limit)?;
         let service = Service::start(self.store.clone(), memory).map_err(limit)?;
-        Ok((welcome, service))
+        Ok(Opened { welcome, service, _seat: seat })
+    }
+
+    /// A free seat. Waits a moment for one, since a client that left may not have been noticed yet.
+    fn seat(self: &Arc<Self>) -> Option<Seat> {
+        let deadline = Instant::now() + SEATING;
+        let next = |taken: usize| (taken < self.config.max_sessions).then_some(taken + 1);
+        while self.seats.fetch_update(Ordering::SeqCst, Ordering::SeqCst, next).is_err() {
+            if Instant::now() > deadline || self.closing() {
+                return None;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Some(Seat(self.clone()))
     }
 
     fn session(
@@ -414,17 +494,17 @@ impl Shared {
         mut stream: TcpStream,
         mut frames: Frames,
         address: SocketAddr,
-        hello: Hello,
-        welcome: Welcome,
-        service: Arc<Service>,
+        hello: &Hello,
+        opened: Opened,
     ) {
+        let Opened { welcome, service, _seat } = opened;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         self.opened.fetch_add(1, Ordering::Relaxed);
-        let client = hello.client.clone();
+        let client = name(hello);
         tracing::info!(session = number, client, %address, slots = welcome.slots, "session opened");
         let entry = SessionEntry {
             number,
-            client: hello.client,
+            client: client.clone(),
             address,
             opened: Instant::now(),
             service: service.clone(),
@@ -449,6 +529,7 @@ impl Shared {
             if let Some(fault) = service.fault() {
                 return fault;
             }
+            service.tell_owed_space();
             if sent.is_none_or(|sent| sent.elapsed() >= self.config.heartbeat / 2) {
                 sent = Some(Instant::now());
                 let (io, committing) = self.store.progress();
@@ -546,28 +627,22 @@ impl SessionEntry {
     }
 }
 
+/// What a client calls itself, fit for a log line.
+fn name(hello: &Hello) -> String {
+    hello.client.chars().filter(|c| !c.is_control()).take(NAME_CHARS).collect()
+}
+
+/// Whether the other side has closed the connection.
+fn has_left(stream: &TcpStream) -> bool {
+    let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
+    poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
+}
+
 fn setup(stream: &TcpStream) -> io::Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(TICK))?;
     stream.set_write_timeout(Some(OPENING))
-}
-
-/// Refuses a ring that would leave the machine without memory: its pages are taken at once and for good.
-fn spare_memory(bytes: u64) -> io::Result<()> {
-    let Ok(text) = std::fs::read_to_string("/proc/meminfo") else { return Ok(()) };
-    let available = text.lines().find_map(|line| {
-        let kib = line.strip_prefix("MemAvailable:")?.trim().strip_suffix(" kB")?;
-        kib.parse::<u64>().ok().map(|kib| kib * 1024)
-    });
-    let needed = bytes + (bytes / SPARE_SHARE).max(64 << 20);
-    match available {
-        Some(available) if available < needed => Err(io::Error::other(format!(
-            "a ring of {bytes} bytes does not fit: {available} bytes of memory are available, {needed} are needed; \
-             lower batch_slots"
-        ))),
-        _ => Ok(()),
-    }
 }
 
 /// A number nobody can guess.

@@ -6,7 +6,8 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use xkv_store::{
@@ -16,13 +17,15 @@ use xkv_store::{
 
 use crate::entry::{NO_SLOT, Operation, Reply, Request, Status};
 use crate::memory::{RingMemory, SharedQueue, SlotTable};
-use crate::queue::{Consumer, Producer, QueueMemory};
+use crate::queue::{Consumer, Corrupt, Producer, QueueMemory};
 
 /// Leases and transactions of one session at most.
 const MAX_HANDLES: usize = 16_384;
-/// Pause while the client does not take its replies.
-const FULL: Duration = Duration::from_millis(1);
-/// Longest sleep while there is nothing to do; an end wakes the sleeper.
+/// Shortest and longest pause while the client does not take its replies.
+const FULL: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(64));
+/// How long the end of a session waits for its thread.
+const ENDING: Duration = Duration::from_secs(5);
+/// Longest sleep while there is nothing to do; an end wakes the sleeper until it is gone.
 const IDLE: Duration = Duration::from_secs(10);
 
 /// Where replies go, from any thread.
@@ -44,6 +47,17 @@ impl Replies {
             Ok(false) => self.blame("the client's replies do not fit into the ring".into()),
             Err(corrupt) => self.blame(corrupt.to_string()),
         }
+    }
+
+    /// Counts a request as in flight when its reply fits beside those of the others and an event.
+    fn admit(&self) -> Result<bool, Corrupt> {
+        // Under the lock that events take, so that none takes the place just found.
+        let producer = self.producer.lock();
+        let fits = u64::from(producer.room()?) > self.in_flight.load(Ordering::SeqCst) + 1;
+        if fits {
+            self.in_flight.fetch_add(1, Ordering::SeqCst);
+        }
+        Ok(fits)
     }
 
     fn answer(&self, reply: &Reply) {
@@ -71,6 +85,17 @@ impl Owed {
     fn give_value(self, status: Status, handle: u64, value: u64, sums: FragmentSums) {
         let Request { number, operation, slot, .. } = self.request;
         self.replies.answer(&Reply { number, operation, status, slot, handle, value, sums });
+    }
+}
+
+/// Ends the session when its thread panics, rather than leaving it to the client's patience.
+struct Guard(Arc<Replies>);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.blame("the session's thread failed".into());
+        }
     }
 }
 
@@ -104,7 +129,12 @@ pub(crate) struct Service {
     memory: Arc<RingMemory>,
     slots: Arc<SlotTable>,
     replies: Arc<Replies>,
-    ended: AtomicBool,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    ended: Arc<AtomicBool>,
+    /// Space events so far, also those that found no place.
+    spaces: AtomicU64,
+    /// A space event found no place.
+    owes_space: AtomicBool,
     leases: AtomicU64,
     transactions: AtomicU64,
     rechecking: Arc<AtomicBool>,
@@ -125,13 +155,17 @@ impl Service {
                 fault: Mutex::default(),
             }),
             memory,
-            ended: AtomicBool::new(false),
+            thread: Mutex::default(),
+            ended: Arc::default(),
+            spaces: AtomicU64::new(0),
+            owes_space: AtomicBool::new(false),
             leases: AtomicU64::new(0),
             transactions: AtomicU64::new(0),
             rechecking: Arc::new(AtomicBool::new(false)),
         });
         let running = service.clone();
-        std::thread::Builder::new().name("xkv-ring".into()).spawn(move || running.run())?;
+        let thread = std::thread::Builder::new().name("xkv-ring".into()).spawn(move || running.run())?;
+        *service.thread.lock() = Some(thread);
         Ok(service)
     }
 
@@ -147,21 +181,46 @@ impl Service {
 
     /// Tells the client that asking for room again may help.
     pub(crate) fn tell_space(&self) {
+        self.spaces.fetch_add(1, Ordering::SeqCst);
+        self.send_space();
+    }
+
+    /// Tells what could not be told while the ring was full. To be called now and then.
+    pub(crate) fn tell_owed_space(&self) {
+        if self.owes_space.swap(false, Ordering::SeqCst) {
+            self.send_space();
+        }
+    }
+
+    fn send_space(&self) {
         let (operation, status, sums) = (Operation::Space, Status::Done, FragmentSums::default());
         let mut producer = self.replies.producer.lock();
-        // A client that has not read its replies will ask anyway when it does.
+        // Every request in flight has a place for its reply.
         if producer.room().is_ok_and(|room| u64::from(room) > self.replies.in_flight.load(Ordering::SeqCst)) {
             let event = Reply { number: 0, operation, status, slot: NO_SLOT, handle: 0, value: 0, sums };
             if producer.push(&event.encode()).is_ok_and(|pushed| pushed) {
                 producer.publish();
             }
+        } else {
+            self.owes_space.store(true, Ordering::SeqCst);
         }
     }
 
-    /// Ends the session: its leases and transactions are dropped. Idempotent.
+    /// Ends the session: its leases and transactions are dropped when this returns. Idempotent.
     pub(crate) fn end(&self) {
         self.ended.store(true, Ordering::SeqCst);
-        self.memory.submissions().wake();
+        let Some(thread) = self.thread.lock().take() else { return };
+        let deadline = Instant::now() + ENDING;
+        // Between its look at `ended` and its sleep the thread misses a wake-up: so again until it is gone.
+        while !thread.is_finished() {
+            if Instant::now() > deadline {
+                tracing::error!("a session's thread does not end; it is left behind");
+                return;
+            }
+            self.memory.submissions().wake();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        _ = thread.join();
     }
 
     pub(crate) fn usage(&self) -> Usage {
@@ -181,32 +240,39 @@ impl Service {
     fn run(self: Arc<Self>) {
         let mut requests = Consumer::new(self.memory.submissions());
         let mut handles = Handles { next: 1, ..Handles::default() };
+        let mut pause = FULL.0;
+        let _guard = Guard(self.replies.clone());
         while !self.ended.load(Ordering::SeqCst) && self.fault().is_none() {
-            if let Err(fault) = self.turn(&mut requests, &mut handles) {
-                self.replies.blame(fault);
+            match self.turn(&mut requests, &mut handles) {
+                Ok(true) => pause = FULL.0,
+                Ok(false) => {
+                    std::thread::sleep(pause);
+                    pause = (2 * pause).min(FULL.1);
+                }
+                Err(fault) => self.replies.blame(fault),
             }
         }
     }
 
-    fn turn(&self, requests: &mut Consumer<SharedQueue>, handles: &mut Handles) -> Result<(), String> {
-        let corrupt = |error: crate::queue::Corrupt| error.to_string();
+    /// Takes a request, or waits for one. False: the client must take replies first.
+    fn turn(&self, requests: &mut Consumer<SharedQueue>, handles: &mut Handles) -> Result<bool, String> {
+        let corrupt = |error: Corrupt| error.to_string();
         if requests.ready().map_err(corrupt)? == 0 {
-            return requests.wait(IDLE).map_err(corrupt);
+            return requests.wait(IDLE).map(|()| true).map_err(corrupt);
         }
-        // Never more requests in flight than replies fit: one place is kept for an event.
-        let room = self.replies.producer.lock().room().map_err(corrupt)?;
-        if u64::from(room) <= self.replies.in_flight.load(Ordering::SeqCst) + 1 {
-            std::thread::sleep(FULL);
-            return Ok(());
+        if !self.replies.admit().map_err(corrupt)? {
+            return Ok(false);
         }
-        if let Some(entry) = requests.pop().map_err(corrupt)? {
-            let request = Request::decode(&entry).ok_or("an unknown request")?;
-            self.replies.in_flight.fetch_add(1, Ordering::SeqCst);
-            self.handle(request, handles)?;
-            self.leases.store(handles.leases.len() as u64, Ordering::Relaxed);
-            self.transactions.store(handles.txns.len() as u64, Ordering::Relaxed);
-        }
-        Ok(())
+        // Gone again when the client took the index back.
+        let Some(entry) = requests.pop().map_err(corrupt)? else {
+            self.replies.in_flight.fetch_sub(1, Ordering::SeqCst);
+            return Ok(true);
+        };
+        let request = Request::decode(&entry).ok_or("an unknown request")?;
+        self.handle(request, handles)?;
+        self.leases.store(handles.leases.len() as u64, Ordering::Relaxed);
+        self.transactions.store(handles.txns.len() as u64, Ordering::Relaxed);
+        Ok(true)
     }
 
     fn handle(&self, request: Request, handles: &mut Handles) -> Result<(), String> {
@@ -285,6 +351,7 @@ impl Service {
             drop(slot);
             return owed.give(Status::Invalid);
         };
+        let spaces = self.spaces.load(Ordering::SeqCst);
         let status = match self.store.begin(&key, owed.request.argument) {
             Begin::Txn(txn) => {
                 for (i, place) in slot.iter_mut().take(txn.fragments() as usize).enumerate() {
@@ -303,6 +370,10 @@ impl Service {
         };
         drop(slot);
         owed.give(status);
+        // An event between the store's answer and this reply would come too early to be of use: once more.
+        if matches!(status, Status::Busy | Status::Wait) && self.spaces.load(Ordering::SeqCst) != spaces {
+            self.send_space();
+        }
     }
 
     fn remove(&self, owed: Owed, slot: SlotBuf) {
@@ -374,9 +445,9 @@ impl Service {
             // One at a time: the next load of the object complains again.
             return owed.give(Status::Busy);
         }
-        let (store, rechecking) = (self.store.clone(), self.rechecking.clone());
+        let (store, rechecking, ended) = (self.store.clone(), self.rechecking.clone(), self.ended.clone());
         let recheck = move || {
-            let damaged = !intact(&lease, store.fragment_bytes());
+            let damaged = !intact(&lease, store.fragment_bytes(), &ended);
             if damaged {
                 store.discard(&lease);
             }
@@ -442,10 +513,13 @@ fn key_in(slot: &SlotBuf) -> Option<ObjectKey> {
     Some(ObjectKey::new(&Arc::from(&bytes[..namespace]), &bytes[namespace..]))
 }
 
-/// Whether an object's bytes match its checksums, read again.
-fn intact(lease: &Lease, fragment_bytes: usize) -> bool {
+/// Whether an object's bytes match its checksums, read again. True also when the session ends before it is known.
+fn intact(lease: &Lease, fragment_bytes: usize, ended: &AtomicBool) -> bool {
     let Ok(pool) = SlotPool::new(1, fragment_bytes) else { return true };
     for index in 0..lease.fragments() {
+        if ended.load(Ordering::SeqCst) {
+            return true;
+        }
         let Some(slot) = pool.try_take() else { return true };
         let (sender, receiver) = std::sync::mpsc::channel();
         lease.read(index, slot, Box::new(move |slot, outcome| _ = sender.send((slot, outcome))));
