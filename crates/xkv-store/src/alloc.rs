@@ -48,6 +48,13 @@ impl Allocator {
         self.state.lock().total
     }
 
+    /// Slots in all and in use, of each drive.
+    pub fn by_drive(&self) -> Vec<(u64, u64)> {
+        let state = self.state.lock();
+        let totals = self.bases.windows(2).map(|pair| u64::from(pair[1] - pair[0]));
+        totals.zip(&state.free).map(|(total, free)| (total, total - free.len() as u64)).collect()
+    }
+
     /// Bytes of manifests of all objects and transactions.
     pub fn manifest_bytes(&self) -> u64 {
         self.manifest_bytes.load(Ordering::Relaxed)

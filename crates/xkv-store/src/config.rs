@@ -21,8 +21,6 @@ pub struct StoreConfig {
     pub direct: DirectIo,
     /// Requests in flight per drive.
     pub depth: usize,
-    /// Overwrite foreign content and other stores.
-    pub force: bool,
 }
 
 impl Default for StoreConfig {
@@ -34,7 +32,6 @@ impl Default for StoreConfig {
             engine: EngineKind::Auto,
             direct: DirectIo::Auto,
             depth: 32,
-            force: false,
         }
     }
 }

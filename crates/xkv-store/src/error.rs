@@ -24,6 +24,8 @@ pub enum ErrorKind {
     ReadOnly,
     /// The object was removed while it was being stored.
     Removed,
+    /// The store is behind a gateway that cannot be reached.
+    Unreachable,
 }
 
 /// An error of the store.

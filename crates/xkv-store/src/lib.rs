@@ -6,11 +6,13 @@ mod alloc;
 #[allow(unsafe_code)]
 pub mod buf;
 mod bytes;
+pub mod check;
 pub mod checksum;
 mod commit;
 mod config;
 pub mod error;
 mod evict;
+pub mod format;
 mod index;
 mod inner;
 #[allow(unsafe_code)]
@@ -29,12 +31,13 @@ pub mod store;
 mod txn;
 
 pub use buf::{SlotBuf, SlotHome, SlotPool};
+pub use check::check;
 pub use checksum::{Coverage, FragmentSums, Summer, fragment_sums};
 pub use commit::Done;
 pub use config::StoreConfig;
 pub use error::{Error, ErrorKind, Result};
 pub use key::{Digest, MAX_KEY_BYTES, ObjectKey};
 pub use lease::Lease;
-pub use stats::StoreStats;
+pub use stats::{DriveInfo, StoreStats};
 pub use store::{Begin, Store};
 pub use txn::Txn;

@@ -36,7 +36,7 @@ impl Store {
             files.push(open(path, &options)?);
         }
         let devices: Vec<&dyn Device> = files.iter().map(|file| file as &dyn Device).collect();
-        let (headers, fresh) = match set::recognise(&devices, config.fragment_bytes, config.force)? {
+        let (headers, fresh) = match set::recognise(&devices, config.fragment_bytes)? {
             Found::Store(headers) => (headers, false),
             Found::Blank => {
                 let headers = set::plan(&devices, config.fragment_bytes)?;
@@ -79,11 +79,8 @@ impl Store {
             }
         }
         let devices: Vec<&dyn Device> = existing.iter().map(|file| file as &dyn Device).collect();
-        let found = if devices.is_empty() {
-            Found::Blank
-        } else {
-            set::recognise(&devices, config.fragment_bytes, config.force)?
-        };
+        let found =
+            if devices.is_empty() { Found::Blank } else { set::recognise(&devices, config.fragment_bytes)? };
         match found {
             Found::Store(_) => match planned.first() {
                 Some((path, _)) => Err(Error::new(
@@ -114,7 +111,7 @@ impl Store {
     /// Those of [`Store::open`].
     pub fn open_on(devices: Vec<Arc<dyn Device>>, config: &StoreConfig) -> Result<Store> {
         let refs: Vec<&dyn Device> = devices.iter().map(|d| &**d).collect();
-        let (headers, fresh) = match set::recognise(&refs, config.fragment_bytes, config.force)? {
+        let (headers, fresh) = match set::recognise(&refs, config.fragment_bytes)? {
             Found::Store(headers) => (headers, false),
             Found::Blank => {
                 let headers = set::plan(&refs, config.fragment_bytes)?;
@@ -126,7 +123,7 @@ impl Store {
         Self::start(drives, fresh, config)
     }
 
-    fn start(
+    pub(crate) fn start(
         mut drives: Vec<(Superblock, Arc<dyn Device>)>,
         fresh: bool,
         config: &StoreConfig,
@@ -178,22 +175,23 @@ impl Store {
             closed: AtomicBool::new(false),
             touched: Mutex::default(),
         });
-        inner.counters.damaged.store(recovery.damaged, Ordering::Relaxed);
+        let damaged = recovery.damaged();
+        inner.counters.damaged.store(damaged, Ordering::Relaxed);
         for live in recovery.live {
             inner.restore(live);
         }
         let fill = log.fill();
         let mut committer = Committer::new(inner.clone(), log);
-        if !recovery.complete || recovery.damaged > 0 || fill > 0.5 {
+        if !recovery.complete || damaged > 0 || fill > 0.5 {
             if !recovery.complete {
                 tracing::error!(
                     drive = inner.drives[0].device.name(),
                     "no manifest log can be read; the store starts empty"
                 );
-            } else if recovery.damaged > 0 {
+            } else if damaged > 0 {
                 tracing::warn!(
                     drive = inner.drives[0].device.name(),
-                    damaged = recovery.damaged,
+                    damaged,
                     "the manifest log has damaged blocks or records; the objects they spoke of are gone"
                 );
             }
@@ -226,7 +224,7 @@ fn form(drives: &mut [(Superblock, Arc<dyn Device>)], log: &mut Log) -> Result<(
 }
 
 /// Makes both copies of every header valid and say "made", the first drive's first.
-fn mark_formed(drives: &mut [(Superblock, Arc<dyn Device>)]) -> Result<()> {
+pub(crate) fn mark_formed(drives: &mut [(Superblock, Arc<dyn Device>)]) -> Result<()> {
     for (header, device) in drives {
         if !set::is_whole(&**device)? {
             header.formed = true;

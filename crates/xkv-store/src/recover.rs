@@ -17,10 +17,21 @@ pub(crate) struct Live {
 /// Outcome of a recovery.
 pub(crate) struct Recovery {
     pub(crate) live: Vec<Live>,
-    /// Damaged blocks and records, and objects dropped because they cannot be right.
-    pub(crate) damaged: u64,
+    /// Damaged blocks and records of the log.
+    pub(crate) log_damage: u64,
+    /// Objects dropped since a newer one has one of their slots.
+    pub(crate) overlapping: u64,
+    /// Objects dropped since they cannot be right: impossible size, slots or key.
+    pub(crate) implausible: u64,
     /// False when no log could be found.
     pub(crate) complete: bool,
+}
+
+impl Recovery {
+    /// Everything that was found wrong.
+    pub(crate) fn damaged(&self) -> u64 {
+        self.log_damage + self.overlapping + self.implausible
+    }
 }
 
 /// Reads the log of a store with `slots` slots of `fragment_bytes`.
@@ -33,7 +44,9 @@ pub(crate) fn recover(log: &mut Log, slots: usize, fragment_bytes: usize) -> Res
     let replay = replay.into_inner();
     Ok(Recovery {
         live: replay.objects.into_iter().flatten().collect(),
-        damaged: found.damaged + replay.dropped,
+        log_damage: found.damaged,
+        overlapping: replay.overlapping,
+        implausible: replay.implausible,
         complete: found.complete,
     })
 }
@@ -46,7 +59,8 @@ struct Replay {
     owner: Vec<u32>,
     namespaces: HashMap<Vec<u8>, Arc<[u8]>>,
     free: Vec<u32>,
-    dropped: u64,
+    overlapping: u64,
+    implausible: u64,
 }
 
 impl Replay {
@@ -58,7 +72,8 @@ impl Replay {
             owner: vec![0; slots],
             namespaces: HashMap::new(),
             free: Vec::new(),
-            dropped: 0,
+            overlapping: 0,
+            implausible: 0,
         }
     }
 
@@ -83,7 +98,7 @@ impl Replay {
 
     fn commit(&mut self, manifest: Manifest) {
         if !self.plausible(&manifest) {
-            self.dropped += 1;
+            self.implausible += 1;
             return;
         }
         let namespace = match self.namespaces.get(&manifest.namespace) {
@@ -102,7 +117,7 @@ impl Replay {
         for (slot, _) in &manifest.fragments {
             if let Some(older) = self.owner[*slot as usize].checked_sub(1) {
                 self.remove(older);
-                self.dropped += 1;
+                self.overlapping += 1;
             }
         }
         let id = self.free.pop().unwrap_or_else(|| {
@@ -156,7 +171,7 @@ mod tests {
         replay.apply(Record::Commit(manifest(b"new", &[2, 3], 2)));
         assert_eq!(replay.owner, [0, 0, 1, 1, 0, 0, 0, 0]);
         assert_eq!(replay.objects.iter().flatten().count(), 1);
-        assert_eq!(replay.dropped, 1);
+        assert_eq!((replay.overlapping, replay.implausible), (1, 0));
     }
 
     #[test]
@@ -166,7 +181,7 @@ mod tests {
         replay.apply(Record::Commit(manifest(b"twice", &[1, 1], 1)));
         replay.apply(Record::Commit(Manifest { size: 4097, ..manifest(b"size", &[1], 1) }));
         replay.apply(Record::Commit(Manifest { size: 0, ..manifest(b"none", &[], 1) }));
-        assert_eq!((replay.dropped, replay.by_digest.len()), (4, 0));
+        assert_eq!((replay.implausible, replay.by_digest.len()), (4, 0));
     }
 
     #[test]

@@ -23,7 +23,7 @@ pub(crate) enum Found {
 /// # Errors
 /// Foreign content, drives of different stores, missing drives, a truncated drive, another fragment size, a damaged
 /// header.
-pub(crate) fn recognise(devices: &[&dyn Device], fragment_bytes: Option<u32>, force: bool) -> Result<Found> {
+pub(crate) fn recognise(devices: &[&dyn Device], fragment_bytes: Option<u32>) -> Result<Found> {
     if devices.is_empty() || devices.len() > u16::MAX as usize {
         return Err(Error::new(
             ErrorKind::Invalid,
@@ -33,15 +33,11 @@ pub(crate) fn recognise(devices: &[&dyn Device], fragment_bytes: Option<u32>, fo
     if let Some(bytes) = fragment_bytes {
         layout::check_fragment_bytes(bytes)?;
     }
-    let found = compare(devices);
-    let found = if force && found.is_err() { Ok(Found::Blank) } else { found }?;
+    let found = compare(devices)?;
     if let Found::Store(headers) = &found
         && let Some(asked) = fragment_bytes
         && asked != headers[0].0.fragment_bytes
     {
-        if force {
-            return Ok(Found::Blank);
-        }
         return Err(Error::new(
             ErrorKind::Mismatch,
             format!(
@@ -125,20 +121,25 @@ fn compare(devices: &[&dyn Device]) -> Result<Found> {
 }
 
 fn foreign(device: &dyn Device) -> Error {
-    let what = signature(device)
-        .map_or_else(|| "data that is not ours".to_owned(), |name| format!("what looks like {name}"));
     Error::new(
         ErrorKind::Foreign,
         format!(
-            "{}: holds {what}; nothing was changed. Name a blank drive, or wipe this one first if you are sure \
-             (wipefs -a, then zero the first and last MiB)",
-            device.name()
+            "{}: holds {}; nothing was changed. Name a blank drive, or, if you are sure, overwrite this one with \
+             `xkv gateway format --force`",
+            device.name(),
+            foreign_content(device)
         ),
     )
 }
 
+/// What a drive that is not ours holds, in words.
+pub(crate) fn foreign_content(device: &dyn Device) -> String {
+    signature(device)
+        .map_or_else(|| "data that is not ours".to_owned(), |name| format!("what looks like {name}"))
+}
+
 /// The newest valid header of a drive. None: there is none.
-fn read(device: &dyn Device) -> Result<Option<Superblock>> {
+pub(crate) fn read(device: &dyn Device) -> Result<Option<Superblock>> {
     Ok(copies(device)?.into_iter().flatten().max_by_key(|header| header.sequence))
 }
 

@@ -4,6 +4,23 @@ use std::time::Duration;
 
 use crate::io::EngineLoad;
 
+/// What a drive is.
+#[derive(Clone, Debug)]
+pub struct DriveInfo {
+    /// Path of the device or file.
+    pub name: String,
+    /// Bytes of the device or file.
+    pub bytes: u64,
+    /// Slots in all.
+    pub slots_total: u64,
+    /// Slots of live objects, transactions, and removals not yet committed.
+    pub slots_used: u64,
+    /// How bytes move.
+    pub engine: &'static str,
+    /// Whether the page cache is bypassed.
+    pub direct: bool,
+}
+
 /// Counters and gauges of a store.
 #[derive(Clone, Debug, Default)]
 pub struct StoreStats {

@@ -16,7 +16,7 @@ use crate::io::EngineLoad;
 use crate::key::{Digest, MAX_KEY_BYTES, ObjectKey};
 use crate::lease::Lease;
 use crate::record::manifest_bytes;
-use crate::stats::StoreStats;
+use crate::stats::{DriveInfo, StoreStats};
 use crate::txn::Txn;
 
 /// Answer of [`Store::begin`].
@@ -92,6 +92,21 @@ impl Store {
     /// Number of drives.
     pub fn drives(&self) -> usize {
         self.0.inner.drives.len()
+    }
+
+    /// What each drive is, and how full.
+    pub fn drive_info(&self) -> Vec<DriveInfo> {
+        let inner = &self.0.inner;
+        let slots = inner.allocator.by_drive();
+        let describe = |(drive, (slots_total, slots_used)): (&crate::inner::Drive, (u64, u64))| DriveInfo {
+            name: drive.device.name().to_owned(),
+            bytes: drive.device.size(),
+            slots_total,
+            slots_used,
+            engine: drive.engine.name(),
+            direct: drive.device.is_direct(),
+        };
+        inner.drives.iter().zip(slots).map(describe).collect()
     }
 
     /// One line for the log: drives, capacity, engine, direct or buffered, objects found.

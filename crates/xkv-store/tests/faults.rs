@@ -79,7 +79,10 @@ fn foreign_content_is_refused_and_left_as_it_is() {
         let error = refusal(&[memory.clone()], &config());
         assert_eq!(error.kind(), ErrorKind::Foreign, "{error}");
         assert!(image(&*memory) == before, "nothing was changed");
-        Store::open_on(vec![memory], &StoreConfig { force: true, ..config() }).expect("force overwrites");
+        let error = Store::format_on(vec![memory.clone()], &config(), false).map(|_| ()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Foreign, "{error}");
+        assert!(image(&*memory) == before, "nothing was changed");
+        Store::format_on(vec![memory], &config(), true).expect("force overwrites");
     }
 }
 

@@ -455,10 +455,9 @@ pub fn open_to_examine(path: &Path, options: &OpenOptions) -> Result<Option<File
     let target = Target::of(path)?;
     let path = target.file();
     let device = if matches!(target, Target::BlockDevice(_)) {
-        let file = retry(options.patience, || {
-            File::options().read(true).custom_flags(libc::O_EXCL).open(&path)
-        })
-        .map_err(|e| cannot_open(&path, false, e))?;
+        let file =
+            retry(options.patience, || File::options().read(true).custom_flags(libc::O_EXCL).open(&path))
+                .map_err(|e| cannot_open(&path, false, e))?;
         let size = block_device_size(&path, &file)?;
         FileDevice::new(file, &path, size, true, false)
     } else {
