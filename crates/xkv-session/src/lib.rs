@@ -25,4 +25,6 @@ mod words;
 #[cfg(not(loom))]
 pub use client::{Answer, Call, ClientConfig, Session, SessionError};
 #[cfg(not(loom))]
+pub use pass::Access;
+#[cfg(not(loom))]
 pub use server::{Gateway, GatewayConfig, GatewayStatus};

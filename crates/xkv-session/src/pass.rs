@@ -22,6 +22,15 @@ const TICK: Duration = Duration::from_millis(100);
 /// How long whoever connects may take to show the ticket.
 const SHOWING: Duration = Duration::from_secs(1);
 
+/// Who may connect to the socket.
+#[derive(Clone, Copy, Debug)]
+pub struct Access {
+    /// Permission bits.
+    pub mode: u32,
+    /// Owning group; none leaves the process's own.
+    pub group: Option<u32>,
+}
+
 /// The gateway's end; the name is gone when this is dropped.
 pub struct Handover {
     listener: UnixListener,
@@ -33,12 +42,19 @@ impl Handover {
     ///
     /// # Errors
     /// The folder is missing or not writable; the text names it.
-    pub fn listen(folder: &Path, store: &str, random: u64, mode: u32) -> io::Result<Self> {
+    pub fn listen(folder: &Path, store: &str, random: u64, access: Access) -> io::Result<Self> {
         let path = folder.join(format!("{PREFIX}{store}-{random:016x}{SUFFIX}"));
         let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
         let listener = UnixListener::bind(&path).map_err(named)?;
         let handover = Self { listener, path: path.clone() };
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).map_err(named)?;
+        if let Some(group) = access.group {
+            std::os::unix::fs::chown(&path, None, Some(group)).map_err(|error| {
+                let text =
+                    format!("{}: cannot be given to group {group} (socket_group): {error}", path.display());
+                io::Error::new(error.kind(), text)
+            })?;
+        }
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(access.mode)).map_err(named)?;
         handover.listener.set_nonblocking(true)?;
         Ok(handover)
     }

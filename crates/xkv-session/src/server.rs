@@ -18,7 +18,7 @@ use crate::control::{
     Welcome,
 };
 use crate::memory::{Geometry, MAX_SLOTS, RingMemory};
-use crate::pass::{self, Handover};
+use crate::pass::{self, Access, Handover};
 use crate::service::Service;
 use crate::spare;
 
@@ -44,8 +44,8 @@ pub struct GatewayConfig {
     pub token: Option<String>,
     /// Folder shared with the clients; their session's socket appears there.
     pub shm_dir: PathBuf,
-    /// Permission bits of that socket.
-    pub socket_mode: u32,
+    /// Who may connect to that socket.
+    pub socket: Access,
     /// Sessions at once.
     pub max_sessions: usize,
     /// Largest number of slots of one session.
@@ -62,7 +62,7 @@ impl Default for GatewayConfig {
             listen: vec![SocketAddr::from(([127, 0, 0, 1], 5557))],
             token: None,
             shm_dir: PathBuf::from("/dev/shm"),
-            socket_mode: 0o600,
+            socket: Access { mode: 0o600, group: None },
             max_sessions: 64,
             max_slots: MAX_SLOTS,
             heartbeat: Duration::from_millis(500),
@@ -106,7 +106,11 @@ pub struct GatewayStatus {
     pub read_only: bool,
     /// For how long the group of commits being written has been, milliseconds.
     pub committing_ms: Option<u64>,
-    /// Of each drive: requests waiting and in flight, age of the oldest in flight (milliseconds).
+    /// Bytes read and written for all sessions since the start.
+    pub bytes_read: u64,
+    /// See `bytes_read`.
+    pub bytes_written: u64,
+    /// What each drive is, how full, and what it has to do.
     pub drives: Vec<DriveStatus>,
     /// Open sessions.
     pub sessions: Vec<SessionStatus>,
@@ -119,6 +123,18 @@ pub struct GatewayStatus {
 /// State of a drive.
 #[derive(Clone, Debug, Serialize)]
 pub struct DriveStatus {
+    /// Path of the device or file, and its bytes.
+    pub name: String,
+    /// See `name`.
+    pub bytes: u64,
+    /// How bytes move: `io_uring` or `pool`.
+    pub engine: &'static str,
+    /// Whether the page cache is bypassed.
+    pub direct: bool,
+    /// Slots used and in all.
+    pub slots_used: u64,
+    /// See `slots_used`.
+    pub slots_total: u64,
     /// Requests waiting.
     pub queued: usize,
     /// Requests given to the drive.
@@ -186,6 +202,9 @@ struct Shared {
     next: AtomicU64,
     opened: AtomicU64,
     refused: AtomicU64,
+    /// Bytes moved for sessions that have ended; added up under the lock of `sessions`.
+    past_read: AtomicU64,
+    past_written: AtomicU64,
 }
 
 /// One of the `max_sessions`.
@@ -231,7 +250,7 @@ impl Gateway {
         let id = store.id();
         pass::clean(&config.shm_dir, &id);
         // Proves now that sessions can be handed over later.
-        Handover::listen(&config.shm_dir, &id, random(), config.socket_mode)
+        Handover::listen(&config.shm_dir, &id, random(), config.socket)
             .map_err(|error| Error::io("the shared folder (shm_dir) cannot be used", error))?;
         let mut listeners = Vec::new();
         for address in &config.listen {
@@ -255,6 +274,8 @@ impl Gateway {
             next: AtomicU64::new(1),
             opened: AtomicU64::new(0),
             refused: AtomicU64::new(0),
+            past_read: AtomicU64::new(0),
+            past_written: AtomicU64::new(0),
         });
         let weak = Arc::downgrade(&shared);
         shared.store.on_space(Arc::new(move || {
@@ -456,7 +477,7 @@ impl Shared {
         };
         let id = self.store.id();
         let handover =
-            Handover::listen(&self.config.shm_dir, &id, random(), self.config.socket_mode).map_err(limit)?;
+            Handover::listen(&self.config.shm_dir, &id, random(), self.config.socket).map_err(limit)?;
         let welcome = Welcome {
             version: VERSION,
             store: id,
@@ -513,7 +534,12 @@ impl Shared {
         let reason = self.keep(&mut stream, &mut frames, &service);
         // Leases and transactions end here; slots with I/O in flight keep the memory until it is done.
         service.end();
-        self.sessions.lock().retain(|session| session.number != number);
+        let mut sessions = self.sessions.lock();
+        let usage = service.usage();
+        self.past_read.fetch_add(usage.bytes_read, Ordering::Relaxed);
+        self.past_written.fetch_add(usage.bytes_written, Ordering::Relaxed);
+        sessions.retain(|session| session.number != number);
+        drop(sessions);
         _ = control::send(&mut stream, &Message::Bye(Bye { reason: reason.clone() }));
         _ = stream.shutdown(Shutdown::Both);
         tracing::info!(session = number, client, reason, "session ended");
@@ -575,6 +601,11 @@ impl Shared {
             ..
         } = self.store.stats();
         let milliseconds = |duration: Duration| duration.as_millis() as u64;
+        let (sessions, past) = {
+            let sessions = self.sessions.lock();
+            let past = [&self.past_read, &self.past_written].map(|bytes| bytes.load(Ordering::Relaxed));
+            (sessions.iter().map(SessionEntry::status).collect::<Vec<_>>(), past)
+        };
         GatewayStatus {
             store: self.store.id(),
             generation: format!("{:016x}", self.generation),
@@ -592,15 +623,24 @@ impl Shared {
             io: self.store.progress().0,
             read_only,
             committing_ms: committing_for.map(milliseconds),
+            bytes_read: past[0] + sessions.iter().map(|session| session.bytes_read).sum::<u64>(),
+            bytes_written: past[1] + sessions.iter().map(|session| session.bytes_written).sum::<u64>(),
             drives: drives
                 .iter()
-                .map(|drive| DriveStatus {
+                .zip(self.store.drive_info())
+                .map(|(drive, info)| DriveStatus {
+                    name: info.name,
+                    bytes: info.bytes,
+                    engine: info.engine,
+                    direct: info.direct,
+                    slots_used: info.slots_used,
+                    slots_total: info.slots_total,
                     queued: drive.queued_reads + drive.queued_writes,
                     in_flight: drive.in_flight,
                     oldest_ms: drive.oldest.map(|oldest| milliseconds(oldest.elapsed())),
                 })
                 .collect(),
-            sessions: self.sessions.lock().iter().map(SessionEntry::status).collect(),
+            sessions,
             sessions_opened: self.opened.load(Ordering::Relaxed),
             sessions_refused: self.refused.load(Ordering::Relaxed),
         }
