@@ -3,14 +3,19 @@
 //! Every question is answered through a callback, exactly once, on whatever thread knows the answer; an embedded store
 //! answers before the call returns, a gateway a round trip later. Calls and callbacks never block.
 
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
 use xkv_store::io::engine::IoDone;
 use xkv_store::{FragmentSums, ObjectKey, Result, SlotBuf, StoreStats};
 
 /// Takes an answer.
 pub type Done<T> = Box<dyn FnOnce(T) + Send>;
+
+/// Takes a slot back, with a fragment and its checksums in it.
+pub type ReadDone = Box<dyn FnOnce(SlotBuf, io::Result<FragmentSums>) + Send>;
 
 /// Drives that an object has fragments on: drive 0 is bit 0, drives from 63 on share bit 63.
 pub type DriveSet = u64;
@@ -34,26 +39,41 @@ pub enum Begun {
     NoSpace,
     /// The store takes no changes.
     ReadOnly,
+    /// The store cannot be reached.
+    Unreachable,
+}
+
+/// What people read when a store cannot be reached.
+pub const UNREACHABLE: &str = "the gateway cannot be reached, or was lost meanwhile";
+
+/// The error of an I/O whose store cannot be reached any more.
+pub fn unreachable() -> io::Error {
+    io::Error::new(io::ErrorKind::NotConnected, UNREACHABLE)
+}
+
+/// Whether an I/O failed because its store cannot be reached any more.
+pub fn is_unreachable(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotConnected
 }
 
 /// A store of objects, seen from the connector.
+///
+/// A store that cannot be reached answers at once: nothing is there, nothing can be stored.
 pub trait Backend: Send + Sync + 'static {
-    /// Bytes of a fragment.
+    /// Bytes of a fragment; the same for all objects that are ever opened or begun.
     fn fragment_bytes(&self) -> usize;
-    /// Number of drives.
+    /// Number of drives; may change while the store cannot be reached.
     fn drives(&self) -> usize;
-    /// Number of slots.
+    /// Number of slots for fragments; may change as well.
     fn slots(&self) -> usize;
     /// One line for the log.
     fn describe(&self) -> String;
-    /// A free slot, or none at once.
-    fn take_slot(&self) -> Option<SlotBuf>;
     /// Whether [`Backend::lookup`] answers before it returns.
     fn answers_at_once(&self) -> bool;
     /// Where each object lies; none for an absent one.
     fn lookup(&self, keys: &[ObjectKey], done: Done<Vec<Option<DriveSet>>>);
-    /// Opens an object for reading; none when absent.
-    fn open(&self, key: &ObjectKey, done: Done<Option<Box<dyn Reading>>>);
+    /// Opens an object for reading; none when absent. Fails only when the store cannot be reached.
+    fn open(&self, key: &ObjectKey, done: Done<io::Result<Option<Box<dyn Reading>>>>);
     /// Starts storing an object of `size` bytes.
     fn begin(&self, key: &ObjectKey, size: u64, done: Done<Begun>);
     /// Removes an object; `done` gets whether there was one.
@@ -66,6 +86,10 @@ pub trait Backend: Send + Sync + 'static {
     fn free_slots(&self) -> (usize, usize);
     /// The store's own counters.
     fn stats(&self) -> StoreStats;
+    /// State and history of the way to the store, for statistics; none where there is nothing between.
+    fn session(&self) -> Option<Value> {
+        None
+    }
     /// Ends it, within `patience`; what comes later is answered with errors.
     fn close(&self, patience: Duration);
 }
@@ -78,10 +102,12 @@ pub trait Transaction: Send {
     fn fragment_len(&self, index: u32) -> usize;
     /// Drive that fragment `index` goes to.
     fn drive(&self, index: u32) -> usize;
+    /// A free slot for one of its fragments, or none at once.
+    fn take_slot(&self) -> Option<SlotBuf>;
     /// Writes fragment `index`, once.
-    fn write(&self, index: u32, slot: SlotBuf, done: IoDone);
-    /// Makes the object visible and durable.
-    fn commit(self: Box<Self>, sums: Vec<FragmentSums>, done: Done<Result<()>>);
+    fn write(&mut self, index: u32, slot: SlotBuf, sums: FragmentSums, done: IoDone);
+    /// Makes the object visible and durable. Every fragment must have been written.
+    fn commit(self: Box<Self>, done: Done<Result<()>>);
 }
 
 /// An object being read; dropping it lets the object be evicted again.
@@ -94,10 +120,10 @@ pub trait Reading: Send {
     fn fragment_len(&self, index: u32) -> usize;
     /// Drive that fragment `index` is on.
     fn drive(&self, index: u32) -> usize;
-    /// Checksums of fragment `index`.
-    fn sums(&self, index: u32) -> FragmentSums;
+    /// A free slot for one of its fragments, or none at once.
+    fn take_slot(&self) -> Option<SlotBuf>;
     /// Reads fragment `index` into the start of `slot`.
-    fn read(&self, index: u32, slot: SlotBuf, done: IoDone);
+    fn read(&self, index: u32, slot: SlotBuf, done: ReadDone);
     /// Removes the object as damaged.
     fn discard(&self);
 }

@@ -116,6 +116,9 @@ impl Shared {
                 "read_only": store.read_only, "drives": drives,
             }),
         );
+        if let Some(session) = self.backend.session() {
+            all.insert("session".into(), session);
+        }
         Value::Object(all)
     }
 }

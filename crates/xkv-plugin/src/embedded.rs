@@ -1,5 +1,6 @@
 //! The store engine in this process, as a backend: slots of private memory, answers at once.
 
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,7 @@ use xkv_store::{
     StoreStats, Txn,
 };
 
-use crate::backend::{Backend, Begun, Done, DriveSet, Reading, Transaction};
+use crate::backend::{Backend, Begun, Done, DriveSet, ReadDone, Reading, Transaction};
 
 /// A store in this process, until it is closed.
 pub struct Embedded {
@@ -72,10 +73,6 @@ impl Backend for Embedded {
         self.ask(Store::describe).unwrap_or_default()
     }
 
-    fn take_slot(&self) -> Option<SlotBuf> {
-        self.slots.try_take()
-    }
-
     fn answers_at_once(&self) -> bool {
         true
     }
@@ -85,18 +82,21 @@ impl Backend for Embedded {
         done(places.unwrap_or_else(|| vec![None; keys.len()]));
     }
 
-    fn open(&self, key: &ObjectKey, done: Done<Option<Box<dyn Reading>>>) {
+    fn open(&self, key: &ObjectKey, done: Done<io::Result<Option<Box<dyn Reading>>>>) {
         let leased = self.ask(|store| {
             let lease = store.lease(key)?;
-            let store = store.clone();
-            Some(Box::new(Leased { store, lease }) as Box<dyn Reading>)
+            let (store, slots) = (store.clone(), self.slots.clone());
+            Some(Box::new(Leased { store, slots, lease }) as Box<dyn Reading>)
         });
-        done(leased.flatten());
+        done(Ok(leased.flatten()));
     }
 
     fn begin(&self, key: &ObjectKey, size: u64, done: Done<Begun>) {
         let begun = self.ask(|store| match store.begin(key, size) {
-            Begin::Txn(txn) => Begun::Open(Box::new(txn)),
+            Begin::Txn(txn) => {
+                let sums = vec![FragmentSums::default(); txn.fragments() as usize];
+                Begun::Open(Box::new(Writing { slots: self.slots.clone(), sums, txn }))
+            }
             Begin::Present => Begun::Present,
             Begin::Busy => Begun::Busy,
             Begin::Wait => Begun::Wait,
@@ -140,30 +140,42 @@ impl Backend for Embedded {
     }
 }
 
-impl Transaction for Txn {
+struct Writing {
+    slots: SlotPool,
+    txn: Txn,
+    sums: Vec<FragmentSums>,
+}
+
+impl Transaction for Writing {
     fn fragments(&self) -> u32 {
-        Txn::fragments(self)
+        self.txn.fragments()
     }
 
     fn fragment_len(&self, index: u32) -> usize {
-        Txn::fragment_len(self, index)
+        self.txn.fragment_len(index)
     }
 
     fn drive(&self, index: u32) -> usize {
-        Txn::drive(self, index)
+        self.txn.drive(index)
     }
 
-    fn write(&self, index: u32, slot: SlotBuf, done: IoDone) {
-        Txn::write(self, index, slot, done);
+    fn take_slot(&self) -> Option<SlotBuf> {
+        self.slots.try_take()
     }
 
-    fn commit(self: Box<Self>, sums: Vec<FragmentSums>, done: Done<Result<()>>) {
-        Txn::commit(*self, sums, done);
+    fn write(&mut self, index: u32, slot: SlotBuf, sums: FragmentSums, done: IoDone) {
+        self.sums[index as usize] = sums;
+        self.txn.write(index, slot, done);
+    }
+
+    fn commit(self: Box<Self>, done: Done<Result<()>>) {
+        self.txn.commit(self.sums, done);
     }
 }
 
 struct Leased {
     store: Store,
+    slots: SlotPool,
     lease: Lease,
 }
 
@@ -184,12 +196,13 @@ impl Reading for Leased {
         self.lease.drive(index)
     }
 
-    fn sums(&self, index: u32) -> FragmentSums {
-        self.lease.sums(index)
+    fn take_slot(&self) -> Option<SlotBuf> {
+        self.slots.try_take()
     }
 
-    fn read(&self, index: u32, slot: SlotBuf, done: IoDone) {
-        self.lease.read(index, slot, done);
+    fn read(&self, index: u32, slot: SlotBuf, done: ReadDone) {
+        let sums = self.lease.sums(index);
+        self.lease.read(index, slot, Box::new(move |slot, read| done(slot, read.map(|()| sums))));
     }
 
     fn discard(&self) {

@@ -11,6 +11,7 @@ mod connector;
 #[allow(unsafe_code)]
 mod copy;
 mod embedded;
+mod gateway;
 #[allow(unsafe_code)]
 mod guard;
 mod loads;
@@ -26,7 +27,9 @@ pub use backend::Backend;
 pub use config::{Config, Verify};
 pub use connector::{Connector, Owner};
 pub use embedded::Embedded;
+pub use gateway::Gateway;
 pub use guard::L1Buffer;
 pub use poison::Stamp;
 pub use task::{Completion, Operation};
+pub use xkv_session::ClientConfig;
 pub use xkv_store::{Error, ErrorKind};

@@ -1,10 +1,11 @@
 //! The reactor's loads: open, read, copy out, verify.
 
+use std::io;
 use std::sync::atomic::Ordering;
 
-use xkv_store::{ObjectKey, SlotBuf};
+use xkv_store::{FragmentSums, ObjectKey, SlotBuf};
 
-use crate::backend::{Reading, drive_set};
+use crate::backend::{Reading, drive_set, is_unreachable};
 use crate::copy::{CopyJob, Place};
 use crate::reactor::{Reactor, show};
 use crate::stats::Miss;
@@ -59,26 +60,29 @@ impl Reactor {
         true
     }
 
-    pub(crate) fn opened(&mut self, ticket: u64, reading: Option<Box<dyn Reading>>) {
+    pub(crate) fn opened(&mut self, ticket: u64, reading: io::Result<Option<Box<dyn Reading>>>) {
         self.asked[0] -= 1;
         let Some(load) = self.loads.get_mut(&ticket) else {
             return;
         };
-        let Some(reading) = reading else {
-            return self.fail_load(ticket, Miss::Absent, || "not in the store".into());
+        let reading = match reading {
+            Ok(Some(reading)) => reading,
+            Ok(None) => return self.fail_load(ticket, Miss::Absent, || "not in the store".into()),
+            Err(error) => return self.fail_load(ticket, Miss::Unreachable, || error.to_string()),
         };
         if reading.size() != load.buffer.len() as u64 {
             let (has, wants) = (reading.size(), load.buffer.len());
-            self.discard(&*reading);
+            // Not as damaged: it is what was stored, and a gateway would keep it.
+            self.shared.stats.discarded();
+            self.shared.backend.remove(&load.key, Box::new(drop));
             return self
                 .fail_load(ticket, Miss::Size, || format!("has {has} bytes, the buffer {wants}; removed"));
         }
-        let drives = self.shared.backend.drives();
         let drive_of = |index| reading.drive(index);
         if (0..reading.fragments()).any(|index| self.stalled & drive_set(drive_of(index)) != 0) {
             return self.fail_load(ticket, Miss::Stalled, || "its drive does not answer".into());
         }
-        load.left = Outstanding::new(drives, (0..reading.fragments()).map(drive_of));
+        load.left = Outstanding::new((0..reading.fragments()).map(drive_of));
         for index in 0..reading.fragments() {
             let drive = drive_of(index) as u16;
             self.window.push(Piece { class: Class::Load, ticket, index, drive });
@@ -96,11 +100,11 @@ impl Reactor {
             len: reading.fragment_len(piece.index),
             digest: *load.key.digest(),
         };
-        let (sums, coverage) = (reading.sums(piece.index), self.shared.config.verify.coverage());
+        let coverage = self.shared.config.verify.coverage();
         let (sender, copies) = (self.sender.clone(), self.copies.clone());
-        let done = move |slot, result: std::io::Result<()>| match result {
+        let done = move |slot, result: io::Result<FragmentSums>| match result {
             // Refused only when the copy threads have ended with the connector.
-            Ok(()) => drop(copies.send(CopyJob::Scatter { piece, place, slot, sums, coverage })),
+            Ok(sums) => drop(copies.send(CopyJob::Scatter { piece, place, slot, sums, coverage })),
             Err(error) => {
                 drop(slot);
                 let _ = sender.send(Message::Scattered { piece, outcome: Scattering::Failed(error) });
@@ -129,6 +133,9 @@ impl Reactor {
                         piece.index, piece.drive
                     )
                 });
+            }
+            Scattering::Failed(error) if is_unreachable(&error) => {
+                self.fail_load(piece.ticket, Miss::Unreachable, || error.to_string());
             }
             Scattering::Failed(error) => {
                 let reading = load.reading.take();

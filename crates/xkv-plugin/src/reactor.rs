@@ -150,16 +150,25 @@ impl Reactor {
 
     /// Gives free slots to fragments, and keeps enough objects open to fill them.
     fn pump(&mut self) {
+        self.window.fit(self.shared.backend.slots(), self.shared.backend.drives());
         while let Some(piece) = self.window.next() {
-            let live = match piece.class {
-                Class::Load => self.loads.contains_key(&piece.ticket),
-                Class::Store => self.stores.contains_key(&piece.ticket),
+            // From where the object is: a slot of one session is of no use in another.
+            let slot = match piece.class {
+                Class::Load => self
+                    .loads
+                    .get(&piece.ticket)
+                    .and_then(|load| load.reading.as_ref())
+                    .map(|r| r.take_slot()),
+                Class::Store => {
+                    self.stores.get(&piece.ticket).and_then(|store| store.txn.as_ref()).map(|t| t.take_slot())
+                }
             };
-            if !live {
+            let Some(slot) = slot else {
+                // Answered meanwhile.
                 self.window.landed(&piece);
                 continue;
-            }
-            let Some(slot) = self.shared.backend.take_slot() else {
+            };
+            let Some(slot) = slot else {
                 self.window.put_back(piece);
                 break;
             };

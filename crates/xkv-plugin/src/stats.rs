@@ -32,10 +32,13 @@ pub enum Miss {
     Stalled,
     /// The buffer cannot be filled, or the connector is closed.
     Refused,
+    /// The gateway cannot be reached, or was lost meanwhile.
+    Unreachable,
 }
 
 impl Miss {
-    const NAMES: [&str; 7] = ["absent", "size", "not_verified", "io_error", "deadline", "stalled", "refused"];
+    const NAMES: [&str; 8] =
+        ["absent", "size", "not_verified", "io_error", "deadline", "stalled", "refused", "unreachable"];
 
     /// What such loads are, for the log.
     pub fn plural(self) -> &'static str {
@@ -47,6 +50,7 @@ impl Miss {
             Miss::Deadline => "loads past their deadline",
             Miss::Stalled => "loads from stalled drives",
             Miss::Refused => "loads refused",
+            Miss::Unreachable => "loads without a gateway",
         }
     }
 }
@@ -72,12 +76,14 @@ pub enum Outcome {
     Stalled,
     /// A delete of the key came in between.
     Deleted,
+    /// The gateway cannot be reached, or was lost meanwhile.
+    Unreachable,
     /// Anything else: I/O errors, a read-only store, unusable buffers, a closed connector.
     Failed,
 }
 
 impl Outcome {
-    const NAMES: [&str; 10] = [
+    const NAMES: [&str; 11] = [
         "store_stored",
         "store_skipped",
         "store_deduped",
@@ -87,6 +93,7 @@ impl Outcome {
         "store_too_old",
         "store_stalled",
         "store_deleted",
+        "store_unreachable",
         "store_failed",
     ];
 
@@ -212,17 +219,21 @@ impl Stats {
         all
     }
 
-    /// The line for the log.
-    fn line(&self, pending: u64) -> String {
+    /// The line for the log; `session` is the state of the way to the store.
+    fn line(&self, pending: u64, session: Option<&Value>) -> String {
         let [keys, hits, loaded, get_p50, get_p99] = self.operation(Operation::Get).1;
         let [.., written, set_p50, set_p99] = self.operation(Operation::Set).1;
         let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
         let ms = |us: u64| us as f64 / 1e3;
         let stored = |outcome: Outcome| self.count(outcome);
+        let session = session.map_or(String::new(), |session| {
+            let (state, seconds) = (&session["state"], session["for_s"].as_f64().unwrap_or(0.0));
+            format!("; gateway {} for {seconds:.0} s", state.as_str().unwrap_or("?"))
+        });
         format!(
             "loads {hits}/{keys} hit, {:.3} GiB in, p50 {:.1} ms p99 {:.1} ms; stores {} stored {} skipped {} deduped, \
              {:.3} GiB out, p50 {:.1} ms p99 {:.1} ms, {:.1} MiB pending; {} dropped {} poisoned {} rejected {} failed; \
-             {} not verified {} discarded",
+             {} not verified {} discarded{session}",
             gib(loaded),
             ms(get_p50),
             ms(get_p99),
@@ -236,7 +247,7 @@ impl Stats {
             stored(Outcome::Dropped),
             stored(Outcome::Poisoned),
             stored(Outcome::Rejected),
-            [Outcome::TooOld, Outcome::Stalled, Outcome::Deleted, Outcome::Failed]
+            [Outcome::TooOld, Outcome::Stalled, Outcome::Deleted, Outcome::Unreachable, Outcome::Failed]
                 .map(stored)
                 .iter()
                 .sum::<u64>(),
@@ -256,15 +267,19 @@ pub(crate) fn report(shared: &Arc<Shared>, lines: &Receiver<Line>, stop: &Receiv
             default(next.saturating_duration_since(Instant::now())) => {
                 next += interval.max(Duration::from_millis(1));
                 shared.log.flush();
-                tracing::info!("{}", shared.stats.line(shared.pending_store_bytes()));
+                tracing::info!("{}", line(shared));
                 write_file(shared);
             }
         }
     }
     shared.log.flush();
     lines.try_iter().for_each(|line| line.write());
-    tracing::info!("closed; {}", shared.stats.line(shared.pending_store_bytes()));
+    tracing::info!("closed; {}", line(shared));
     write_file(shared);
+}
+
+fn line(shared: &Arc<Shared>) -> String {
+    shared.stats.line(shared.pending_store_bytes(), shared.backend.session().as_ref())
 }
 
 fn write_file(shared: &Arc<Shared>) {

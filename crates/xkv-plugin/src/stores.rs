@@ -1,8 +1,8 @@
 //! The reactor's stores: begin, copy in, write, commit.
 
-use xkv_store::{ErrorKind, FragmentSums, ObjectKey, Result, SlotBuf};
+use xkv_store::{ErrorKind, ObjectKey, Result, SlotBuf};
 
-use crate::backend::{Begun, Transaction, drive_set};
+use crate::backend::{Begun, Transaction, UNREACHABLE, drive_set, is_unreachable};
 use crate::connector::{BACKLOG, key_fits};
 use crate::copy::{CopyJob, Place};
 use crate::reactor::{Reactor, show};
@@ -48,11 +48,9 @@ impl Reactor {
                 batch.tickets[index] = ticket;
             }
             self.storing.insert(*key.digest(), ticket);
-            let (txn, sums, left, joined) = (None, Vec::new(), Outstanding::default(), Vec::new());
-            self.stores.insert(
-                ticket,
-                StoreKey { batch: id, index, key, buffer, deadline, txn, sums, left, joined },
-            );
+            let (txn, left, joined) = (None, Outstanding::default(), Vec::new());
+            self.stores
+                .insert(ticket, StoreKey { batch: id, index, key, buffer, deadline, txn, left, joined });
             self.waiting[1].push_back(ticket);
         }
     }
@@ -89,6 +87,7 @@ impl Reactor {
             }
             Begun::NoSpace => self.settle(ticket, Outcome::Rejected, || "does not fit into the store".into()),
             Begun::ReadOnly => self.settle(ticket, Outcome::Failed, || "the store takes no changes".into()),
+            Begun::Unreachable => self.settle(ticket, Outcome::Unreachable, || UNREACHABLE.into()),
         }
     }
 
@@ -108,9 +107,7 @@ impl Reactor {
         if fragments.clone().any(|index| self.stalled & drive_set(txn.drive(index)) != 0) {
             return self.settle(ticket, Outcome::Stalled, || "its drive does not answer".into());
         }
-        store.sums = vec![FragmentSums::default(); fragments.len()];
-        store.left =
-            Outstanding::new(self.shared.backend.drives(), fragments.clone().map(|index| txn.drive(index)));
+        store.left = Outstanding::new(fragments.clone().map(|index| txn.drive(index)));
         for index in fragments {
             let drive = txn.drive(index) as u16;
             self.window.push(Piece { class: Class::Store, ticket, index, drive });
@@ -138,14 +135,13 @@ impl Reactor {
         };
         match outcome {
             Gathering::Done(slot, sums) => {
-                store.sums[piece.index as usize] = sums;
                 let sender = self.sender.clone();
                 let done = move |slot, result| {
                     drop(slot);
                     let _ = sender.send(Message::Written { piece, result });
                 };
-                let txn = store.txn.as_ref().expect("a store in progress has its transaction");
-                txn.write(piece.index, slot, Box::new(done));
+                let txn = store.txn.as_mut().expect("a store in progress has its transaction");
+                txn.write(piece.index, slot, sums, Box::new(done));
             }
             Gathering::TooOld | Gathering::Closed => {
                 self.window.landed(&piece);
@@ -164,7 +160,13 @@ impl Reactor {
         };
         if let Err(error) = result {
             let full = matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
-            let outcome = if full { Outcome::Rejected } else { Outcome::Failed };
+            let outcome = if is_unreachable(&error) {
+                Outcome::Unreachable
+            } else if full {
+                Outcome::Rejected
+            } else {
+                Outcome::Failed
+            };
             return self.settle(ticket, outcome, || {
                 format!("fragment {} on drive {}: {error}", piece.index, piece.drive)
             });
@@ -176,7 +178,7 @@ impl Reactor {
             let done = move |result| {
                 let _ = sender.send(Message::Committed { ticket, result });
             };
-            txn.commit(std::mem::take(&mut store.sums), Box::new(done));
+            txn.commit(Box::new(done));
         }
     }
 
@@ -184,8 +186,11 @@ impl Reactor {
         match result {
             Ok(()) => self.settle(ticket, Outcome::Stored, String::new),
             Err(error) => {
-                let removed = error.kind() == ErrorKind::Removed;
-                let outcome = if removed { Outcome::Deleted } else { Outcome::Failed };
+                let outcome = match error.kind() {
+                    ErrorKind::Removed => Outcome::Deleted,
+                    ErrorKind::Unreachable => Outcome::Unreachable,
+                    _ => Outcome::Failed,
+                };
                 self.settle(ticket, outcome, || error.to_string());
             }
         }

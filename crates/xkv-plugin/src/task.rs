@@ -1,6 +1,7 @@
 //! What is going on: operations, their keys, and the messages that move them.
 
 use std::any::Any;
+use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -140,7 +141,7 @@ pub enum Message {
     },
     Opened {
         ticket: u64,
-        reading: Option<Box<dyn Reading>>,
+        reading: io::Result<Option<Box<dyn Reading>>>,
     },
     Scattered {
         piece: Piece,
@@ -207,7 +208,6 @@ pub struct StoreKey {
     pub buffer: Arc<L1Buffer>,
     pub deadline: Instant,
     pub txn: Option<Box<dyn Transaction>>,
-    pub sums: Vec<FragmentSums>,
     pub left: Outstanding,
     /// Keys of sets that wait for this one's outcome.
     pub joined: Vec<(u64, usize)>,
@@ -222,9 +222,12 @@ pub struct Outstanding {
 
 impl Outstanding {
     /// One entry per fragment: its drive.
-    pub fn new(drives: usize, fragments: impl Iterator<Item = usize>) -> Self {
-        let mut outstanding = Self { by_drive: vec![0; drives], total: 0 };
+    pub fn new(fragments: impl Iterator<Item = usize>) -> Self {
+        let mut outstanding = Self::default();
         for drive in fragments {
+            if drive >= outstanding.by_drive.len() {
+                outstanding.by_drive.resize(drive + 1, 0);
+            }
             outstanding.by_drive[drive] += 1;
             outstanding.total += 1;
         }

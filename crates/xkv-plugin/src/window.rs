@@ -26,18 +26,30 @@ struct Lane {
 impl Window {
     /// A window of `slots` over `drives`.
     pub fn new(slots: usize, drives: usize) -> Self {
-        let lane = || Lane { queues: vec![VecDeque::new(); drives], turn: 0, in_flight: 0 };
-        Self {
-            slots,
-            drive_cap: (2 * slots).div_ceil(drives + 1).min(slots),
-            busy: vec![0; drives],
-            lanes: [lane(), lane()],
-            store_had_last: false,
+        let lane = || Lane { queues: Vec::new(), turn: 0, in_flight: 0 };
+        let mut window =
+            Self { slots: 0, drive_cap: 0, busy: Vec::new(), lanes: [lane(), lane()], store_had_last: false };
+        window.fit(slots, drives);
+        window
+    }
+
+    /// Goes on with so many slots and drives; fragments of drives that are no more keep their queues.
+    pub fn fit(&mut self, slots: usize, drives: usize) {
+        self.slots = slots;
+        self.drive_cap = (2 * slots).div_ceil(drives + 1).min(slots);
+        self.cover(drives);
+    }
+
+    fn cover(&mut self, drives: usize) {
+        if drives > self.busy.len() {
+            self.busy.resize(drives, 0);
+            self.lanes.iter_mut().for_each(|lane| lane.queues.resize(drives, VecDeque::new()));
         }
     }
 
     /// Queues a fragment.
     pub fn push(&mut self, piece: Piece) {
+        self.cover(piece.drive as usize + 1);
         self.lanes[piece.class as usize].queues[piece.drive as usize].push_back(piece);
     }
 

@@ -1,7 +1,7 @@
 //! The client's half of a session. One thread takes replies out of the ring, one keeps the control connection: it
 //! sends heartbeats and ends the session when the gateway falls silent.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
 use std::io;
 use std::net::{Shutdown, TcpStream, ToSocketAddrs};
@@ -54,16 +54,23 @@ pub struct SessionError {
     /// The gateway's reason, when it refused.
     pub code: Option<RefusalCode>,
     message: String,
+    unsent: bool,
 }
 
 impl SessionError {
-    fn new(message: impl Into<String>) -> Self {
-        Self { code: None, message: message.into() }
+    /// An error with a text for people.
+    pub fn new(message: impl Into<String>) -> Self {
+        Self { code: None, message: message.into(), unsent: false }
     }
 
     /// Whether trying again cannot help: the settings are wrong, not the moment.
     pub fn is_permanent(&self) -> bool {
         matches!(self.code, Some(RefusalCode::Version | RefusalCode::Token | RefusalCode::FragmentBytes))
+    }
+
+    /// Whether the call that it answers was not taken by the gateway, so that it may be made again.
+    pub fn is_unsent(&self) -> bool {
+        self.unsent
     }
 }
 
@@ -165,7 +172,7 @@ impl Session {
             Ok(Message::Welcome(welcome)) => welcome,
             Ok(Message::Refused(refusal)) => {
                 let message = format!("{at} refuses: {}", refusal.reason);
-                return Err(SessionError { code: Some(refusal.code), message });
+                return Err(SessionError { code: Some(refusal.code), message, unsent: false });
             }
             Ok(_) => {
                 return Err(SessionError::new(format!(
@@ -243,7 +250,8 @@ impl Session {
     /// Sets the function that is called once when the session ends; at once when it has.
     pub fn on_end(&self, hook: Box<dyn FnOnce(SessionError) + Send>) {
         *self.0.0.on_end.lock() = Some(hook);
-        if let Some(reason) = self.0.0.reason.lock().clone() {
+        let reason = self.0.0.reason.lock().clone();
+        if let Some(reason) = reason {
             self.0.0.tell_end(reason);
         }
     }
@@ -269,7 +277,8 @@ impl Inner {
             if self.ended.load(Ordering::SeqCst) {
                 drop((pending, outbox));
                 let reason = self.reason.lock().clone();
-                let reply = Err(reason.unwrap_or_else(|| SessionError::new("the session has ended")));
+                let reason = reason.unwrap_or_else(|| SessionError::new("the session has ended"));
+                let reply = Err(SessionError { unsent: true, ..reason });
                 return done(Answer { reply, slot: call.slot });
             }
             if pending.is_empty() {
@@ -340,27 +349,37 @@ impl Inner {
         if outbox.backlog.is_empty() { Ok(()) } else { outbox.flush().map_err(|_| "a corrupt ring") }
     }
 
-    /// Ends the session once: everything in flight is answered.
-    fn end(&self, reason: SessionError, bye: &str) {
+    /// Ends the session once: everything in flight is answered. `gone` when the gateway has left, so that it takes no
+    /// more requests out of the ring.
+    fn end_with(&self, reason: SessionError, bye: &str, gone: bool) {
         let pending = {
             // Under the lock, so that no call slips in behind.
             let mut pending = self.pending.lock();
             if self.ended.swap(true, Ordering::SeqCst) {
                 return;
             }
-            std::mem::take(&mut *pending)
+            // In the order of the calls.
+            BTreeMap::from_iter(std::mem::take(&mut *pending))
         };
         *self.reason.lock() = Some(reason.clone());
         // Wakes the thread that takes replies.
         self.memory.completions().wake();
-        for (_, pending) in pending {
-            (pending.done)(Answer { reply: Err(reason.clone()), slot: pending.slot });
+        // Requests are numbered from 1 in the order in which they enter the queue, whose entries are from 0.
+        let taken = self.memory.submissions().head().load(Ordering::Acquire);
+        for (number, pending) in pending {
+            let unsent = gone && (number as u32).wrapping_sub(1).wrapping_sub(taken) as i32 >= 0;
+            let reply = Err(SessionError { unsent, ..reason.clone() });
+            (pending.done)(Answer { reply, slot: pending.slot });
         }
         self.tell_end(reason);
         // Last, since a connection that takes nothing more would hold the answers up.
         let mut control = &self.control;
         _ = control::send(&mut control, &Message::Bye(Bye { reason: bye.to_owned() }));
         _ = self.control.shutdown(Shutdown::Both);
+    }
+
+    fn end(&self, reason: SessionError, bye: &str) {
+        self.end_with(reason, bye, false);
     }
 
     fn tell_end(&self, reason: SessionError) {
@@ -414,20 +433,20 @@ impl Life {
                     io = beat.io;
                 }
                 Ok(Some(Message::Bye(bye))) => {
-                    return self.end(format!("the gateway ended the session: {}", bye.reason));
+                    return self.gone(format!("the gateway ended the session: {}", bye.reason));
                 }
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                    return self.end("the gateway closed the connection".to_owned());
+                    return self.gone("the gateway closed the connection".to_owned());
                 }
-                Err(error) => return self.end(format!("the connection to the gateway failed: {error}")),
+                Err(error) => return self.gone(format!("the connection to the gateway failed: {error}")),
             }
             if sent.elapsed() >= every {
                 sent = Instant::now();
                 if let Err(error) =
                     control::send(&mut self.control, &Message::Heartbeat(Heartbeat::default()))
                 {
-                    return self.end(format!("the connection to the gateway failed: {error}"));
+                    return self.gone(format!("the connection to the gateway failed: {error}"));
                 }
             }
             let silence = self.silence(heard, advanced);
@@ -452,6 +471,10 @@ impl Life {
 
     fn end(&self, reason: String) {
         self.inner.end(SessionError::new(reason.clone()), &reason);
+    }
+
+    fn gone(&self, reason: String) {
+        self.inner.end_with(SessionError::new(reason.clone()), &reason, true);
     }
 }
 
@@ -526,6 +549,7 @@ pub fn status(config: &ClientConfig) -> Result<serde_json::Value, SessionError> 
         Ok(Message::Refused(refusal)) => Err(SessionError {
             code: Some(refusal.code),
             message: format!("{at} refuses: {}", refusal.reason),
+            unsent: false,
         }),
         Ok(_) => {
             Err(SessionError::new(format!("{at} answers something else than its state; is it a gateway?")))
