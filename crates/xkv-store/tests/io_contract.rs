@@ -419,6 +419,48 @@ fn devices_without_descriptor_get_the_pool() {
     assert!(error.to_string().contains("a drive in memory"), "{error}");
 }
 
+/// Makes io_uring_setup fail with `errno` in this thread and those it starts, as a container's seccomp profile does.
+fn refuse_io_uring(errno: i32) {
+    let step = |code: u32, yes, no, k| libc::sock_filter { code: code as u16, jt: yes, jf: no, k };
+    let mut steps = [
+        step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
+        step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, libc::SYS_io_uring_setup as u32),
+        step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ERRNO | errno as u32),
+        step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
+    // SAFETY: the program and its steps live through the calls, which copy them; only this thread is bound.
+    unsafe {
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+        assert_eq!(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program), 0);
+    }
+}
+
+/// A kernel that refuses io_uring: the automatic choice works with threads, asking for io_uring says what helps.
+#[test]
+fn a_refused_io_uring_falls_back_to_the_pool() {
+    for (errno, cure) in [(libc::EPERM, "seccomp"), (libc::ENOSYS, "5.6"), (libc::ENOMEM, "ulimit -l")] {
+        std::thread::spawn(move || {
+            let device = make(Place::File(DirectIo::On)).unwrap();
+            refuse_io_uring(errno);
+            let error = engine::start(device.clone(), EngineKind::Uring, 4).err().unwrap();
+            assert_eq!(error.errno(), Some(errno));
+            assert!(error.to_string().contains(cure), "{error}");
+
+            let engine = engine::start(device.clone(), EngineKind::Auto, 4).unwrap();
+            assert_eq!(engine.name(), "pool");
+            let slots = SlotPool::new(1, BLOCK).unwrap();
+            let inbox = Inbox::new();
+            engine.submit(inbox.request(1, Op::Write, 0, BLOCK, slots.try_take().unwrap()));
+            inbox.next().outcome.unwrap();
+            assert!(engine.shutdown(PATIENCE));
+            assert_eq!(Arc::strong_count(&device), 1);
+        })
+        .join()
+        .unwrap();
+    }
+}
+
 /// A drive whose transfers wait for the test: reads take what the test sends, writes go to the test.
 /// Engines must use offset 0, since sockets refuse any other.
 struct StreamDevice {
