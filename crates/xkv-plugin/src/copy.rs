@@ -1,6 +1,7 @@
 //! Copies between slots and L1, fused with the checksum in pieces that stay in the CPU's first cache, and the threads
 //! that run them.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -88,21 +89,27 @@ pub fn run(jobs: &Receiver<CopyJob>, inbox: &Sender<Message>, closing: &AtomicBo
         if closing.load(Ordering::Acquire) {
             return;
         }
-        // The reactor ends with the connector; what is left then is of no use to anybody.
-        let _ = inbox.send(match job {
-            CopyJob::Gather { piece, place, slot, deadline } => gathered(piece, &place, slot, deadline),
-            CopyJob::Scatter { piece, place, slot, sums, coverage } => {
-                let outcome = scattered(piece, &place, &slot, sums, coverage);
-                drop(slot);
-                Message::Scattered { piece, outcome }
+        // A panic costs its own key: without an answer the slot would count as used for ever.
+        let message = match job {
+            CopyJob::Gather { piece, place, slot, deadline } => {
+                let copied = catch_unwind(AssertUnwindSafe(|| gathered(piece, &place, slot, deadline)));
+                Message::Gathered { piece, outcome: copied.unwrap_or(Gathering::Closed) }
             }
-        });
+            CopyJob::Scatter { piece, place, slot, sums, coverage } => {
+                let copied =
+                    catch_unwind(AssertUnwindSafe(|| scattered(piece, &place, &slot, sums, coverage)));
+                drop(slot);
+                Message::Scattered { piece, outcome: copied.unwrap_or(Scattering::Closed) }
+            }
+        };
+        // The reactor ends with the connector; what is left then is of no use to anybody.
+        let _ = inbox.send(message);
     }
 }
 
-fn gathered(piece: Piece, place: &Place, mut slot: SlotBuf, deadline: Instant) -> Message {
+fn gathered(piece: Piece, place: &Place, mut slot: SlotBuf, deadline: Instant) -> Gathering {
     let mut summer = Summer::new(&place.digest, piece.index, place.len as u32, Coverage::Both);
-    let outcome = if Instant::now() >= deadline {
+    if Instant::now() >= deadline {
         Gathering::TooOld
     } else if !place.buffer.gather(place.offset, &mut slot[..place.len], &mut summer) {
         Gathering::Closed
@@ -111,8 +118,7 @@ fn gathered(piece: Piece, place: &Place, mut slot: SlotBuf, deadline: Instant) -
         Gathering::TooOld
     } else {
         Gathering::Done(slot, summer.finish())
-    };
-    Message::Gathered { piece, outcome }
+    }
 }
 
 fn scattered(piece: Piece, place: &Place, slot: &[u8], sums: FragmentSums, coverage: Coverage) -> Scattering {
@@ -168,10 +174,7 @@ mod tests {
         };
         let piece = Piece { class: crate::task::Class::Store, ticket: 1, index: 0, drive: 0 };
         let pool = xkv_store::SlotPool::new(1, 4096).unwrap();
-        let outcome = |deadline| match gathered(piece, &place, pool.try_take().unwrap(), deadline) {
-            Message::Gathered { outcome, .. } => outcome,
-            _ => unreachable!(),
-        };
+        let outcome = |deadline| gathered(piece, &place, pool.try_take().unwrap(), deadline);
         let now = Instant::now();
         assert!(matches!(outcome(now), Gathering::TooOld));
         let hour = std::time::Duration::from_secs(3600);
