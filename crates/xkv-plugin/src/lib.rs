@@ -32,4 +32,4 @@ pub use guard::L1Buffer;
 pub use poison::Stamp;
 pub use task::{Completion, Operation};
 pub use xkv_session::ClientConfig;
-pub use xkv_store::{Error, ErrorKind};
+pub use xkv_store::{Error, ErrorKind, Result};

@@ -1,27 +1,39 @@
 //! Drives that stall, fail, or come back late: every operation is answered by its deadline, other keys go on, and the
 //! drive is used again once it works.
 
+// The clone also makes it a `dyn Device`.
+#![allow(clippy::cloned_ref_to_slice_refs)]
+
 mod common;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{Client, FRAGMENT, MIB, Memory, config, contents, memory_drives};
+use common::{Client, FRAGMENT, MIB, Memory, Via, both_ways, config, contents, memory_drives};
 use xkv_plugin::Config;
 use xkv_store::io::Device;
 use xkv_store::io::device::testing::{Calls, Effect, Fault, FaultyDevice, MemoryDevice, StallDevice};
 
 const SOON: Duration = Duration::from_secs(20);
 
+both_ways! {
+    at_a_loads_deadline_what_is_done_counts,
+    a_stalled_drive_does_not_take_the_slots_of_the_others,
+    a_store_past_its_deadline_is_refused_and_leaves_nothing,
+    a_read_error_is_a_miss_for_that_object_which_the_next_store_repairs,
+    a_write_error_fails_the_set_and_leaves_nothing,
+    closing_with_a_stuck_drive_is_bounded_and_final,
+}
+
 fn quick() -> Config {
     Config { wait_timeout: Duration::from_millis(200), ..config() }
 }
 
 /// Two drives, the second of which can stall, and single-fragment objects on each: names by drive.
-fn two_drives(config: Config) -> (Client, Arc<StallDevice>, [Vec<String>; 2]) {
+fn two_drives(via: Via, config: Config) -> (Client, Arc<StallDevice>, [Vec<String>; 2]) {
     let stalling = StallDevice::new(MemoryDevice::named("stalling", 16 * MIB));
     let drives: [Arc<dyn Device>; 2] = [MemoryDevice::named("good", 16 * MIB), stalling.clone()];
-    let mut client = Client::on(&drives, 16, config);
+    let mut client = Client::on(via, &drives, 16, config);
     let mut names = [Vec::new(), Vec::new()];
     for i in 0..8 {
         let name = format!("{i}");
@@ -46,7 +58,7 @@ fn seed(name: &str) -> u64 {
 
 #[test]
 fn a_stalled_drive_costs_its_own_objects_only_and_recovers() {
-    let (mut client, drive, [good, bad]) = two_drives(quick());
+    let (mut client, drive, [good, bad]) = two_drives(Via::Embedded, quick());
     drive.stall(Calls::ALL);
     let memory = [Memory::blank(FRAGMENT), Memory::blank(FRAGMENT)];
     let started = Instant::now();
@@ -77,9 +89,8 @@ fn a_stalled_drive_costs_its_own_objects_only_and_recovers() {
     assert!(memory[0].is_stamped(), "the late read did not reach the buffer");
 }
 
-#[test]
-fn a_stalled_drive_does_not_take_the_slots_of_the_others() {
-    let (mut client, drive, [good, bad]) = two_drives(Config { wait_timeout: SOON, ..config() });
+fn a_stalled_drive_does_not_take_the_slots_of_the_others(via: Via) {
+    let (mut client, drive, [good, bad]) = two_drives(via, Config { wait_timeout: SOON, ..config() });
     drive.stall(Calls::READS);
     // Many more loads from the stalled drive than there are slots.
     let stuck: Vec<u64> =
@@ -94,11 +105,10 @@ fn a_stalled_drive_does_not_take_the_slots_of_the_others() {
     }
 }
 
-#[test]
-fn at_a_loads_deadline_what_is_done_counts() {
+fn at_a_loads_deadline_what_is_done_counts(via: Via) {
     let deadline = Duration::from_millis(300);
     let (mut client, drive, [good, bad]) =
-        two_drives(Config { load_deadline: deadline, wait_timeout: SOON, ..config() });
+        two_drives(via, Config { load_deadline: deadline, wait_timeout: SOON, ..config() });
     drive.stall(Calls::READS);
     let memory = [Memory::blank(FRAGMENT), Memory::blank(FRAGMENT), Memory::blank(FRAGMENT)];
     let started = Instant::now();
@@ -113,12 +123,15 @@ fn at_a_loads_deadline_what_is_done_counts() {
     assert!(memory[1].is_stamped(), "the late read did not reach the buffer");
 }
 
-#[test]
-fn a_store_past_its_deadline_is_refused_and_leaves_nothing() {
+fn a_store_past_its_deadline_is_refused_and_leaves_nothing(via: Via) {
     let drive = StallDevice::new(MemoryDevice::new(16 * MIB));
     let deadline = Duration::from_millis(300);
-    let mut client =
-        Client::on(&[drive.clone()], 16, Config { store_deadline: deadline, wait_timeout: SOON, ..config() });
+    let mut client = Client::on(
+        via,
+        &[drive.clone()],
+        16,
+        Config { store_deadline: deadline, wait_timeout: SOON, ..config() },
+    );
     drive.stall(Calls::WRITES);
     let memory = Memory::new(&contents(1, 40 * FRAGMENT));
     let started = Instant::now();
@@ -135,7 +148,7 @@ fn a_store_past_its_deadline_is_refused_and_leaves_nothing() {
 #[test]
 fn a_delete_that_the_drive_does_not_answer_ends_at_its_deadline() {
     let drive = StallDevice::new(MemoryDevice::new(16 * MIB));
-    let mut client = Client::on(&[drive.clone()], 16, quick());
+    let mut client = Client::on(Via::Embedded, &[drive.clone()], 16, quick());
     assert!(client.put("a", 1, 5000));
     drive.stall(Calls::ALL);
     let started = Instant::now();
@@ -148,10 +161,9 @@ fn a_delete_that_the_drive_does_not_answer_ends_at_its_deadline() {
     assert_eq!(client.load("a", 5000), Some(contents(2, 5000)));
 }
 
-#[test]
-fn a_read_error_is_a_miss_for_that_object_which_the_next_store_repairs() {
+fn a_read_error_is_a_miss_for_that_object_which_the_next_store_repairs(via: Via) {
     let drive = FaultyDevice::new(MemoryDevice::new(16 * MIB));
-    let mut client = Client::on(&[drive.clone()], 16, config());
+    let mut client = Client::on(via, &[drive.clone()], 16, config());
     assert!(client.put("a", 1, 10 * FRAGMENT) && client.put("b", 2, 10 * FRAGMENT));
     drive.inject(Fault { times: 1, ..Fault::every(Calls::READS, Effect::Errno(libc::EIO)) });
     let memory = [Memory::blank(10 * FRAGMENT), Memory::blank(10 * FRAGMENT)];
@@ -165,11 +177,10 @@ fn a_read_error_is_a_miss_for_that_object_which_the_next_store_repairs() {
     assert_eq!(client.load("b", 10 * FRAGMENT), Some(contents(2, 10 * FRAGMENT)));
 }
 
-#[test]
-fn a_write_error_fails_the_set_and_leaves_nothing() {
+fn a_write_error_fails_the_set_and_leaves_nothing(via: Via) {
     for (errno, outcome) in [(libc::EIO, "store_failed"), (libc::ENOSPC, "store_rejected_by_card")] {
         let drive = FaultyDevice::new(MemoryDevice::new(16 * MIB));
-        let mut client = Client::on(&[drive.clone()], 16, config());
+        let mut client = Client::on(via, &[drive.clone()], 16, config());
         drive.inject(Fault { after: 3, times: 1, ..Fault::every(Calls::WRITES, Effect::Errno(errno)) });
         assert!(!client.put("a", 1, 10 * FRAGMENT));
         assert_eq!(client.count(outcome), 1);
@@ -183,7 +194,7 @@ fn a_write_error_fails_the_set_and_leaves_nothing() {
 #[test]
 fn a_lying_drive_is_a_miss_never_wrong_bytes() {
     let drive = FaultyDevice::new(MemoryDevice::new(16 * MIB));
-    let mut client = Client::on(&[drive.clone()], 16, config());
+    let mut client = Client::on(Via::Embedded, &[drive.clone()], 16, config());
     assert!(client.put("a", 1, 10 * FRAGMENT));
     drive.inject(Fault { after: 4, times: 1, ..Fault::every(Calls::READS, Effect::Lie) });
     assert_eq!(client.load("a", 10 * FRAGMENT), None);
@@ -192,10 +203,9 @@ fn a_lying_drive_is_a_miss_never_wrong_bytes() {
 }
 
 /// Closing answers what is open, gives the owners back, and nothing reaches a buffer afterwards.
-#[test]
-fn closing_with_a_stuck_drive_is_bounded_and_final() {
+fn closing_with_a_stuck_drive_is_bounded_and_final(via: Via) {
     let drive = StallDevice::new(MemoryDevice::new(16 * MIB));
-    let mut client = Client::on(&[drive.clone()], 16, config());
+    let mut client = Client::on(via, &[drive.clone()], 16, config());
     assert!(client.put("a", 1, 10 * FRAGMENT));
     drive.stall(Calls::ALL);
     let memory = Memory::blank(10 * FRAGMENT);
@@ -231,8 +241,8 @@ fn closing_with_a_stuck_drive_is_bounded_and_final() {
 
 #[test]
 fn two_connectors_in_one_process_know_each_others_unfilled_buffers() {
-    let mut one = Client::on(&memory_drives(1, 16 * MIB), 16, config());
-    let mut two = Client::on(&memory_drives(1, 16 * MIB), 16, config());
+    let mut one = Client::on(Via::Embedded, &memory_drives(1, 16 * MIB), 16, config());
+    let mut two = Client::on(Via::Embedded, &memory_drives(1, 16 * MIB), 16, config());
     let memory = Memory::blank(5000);
     let id = one.get(&["a"], &[memory]);
     assert_eq!(one.results(id), [false]);

@@ -1,28 +1,40 @@
 //! What a set does beside writing: skip, join, drop, reject, refuse poison, give way to a delete.
 
+// The clone also makes it a `dyn Device`.
+#![allow(clippy::cloned_ref_to_slice_refs)]
+
 mod common;
 
 use std::time::Duration;
 
-use common::{Client, FRAGMENT, MIB, Memory, config, contents, memory_drives};
+use common::{Client, FRAGMENT, MIB, Memory, Via, both_ways, config, contents, memory_drives};
 use xkv_plugin::Config;
 use xkv_store::io::device::testing::{Calls, MemoryDevice, StallDevice};
 
 const SOON: Duration = Duration::from_secs(20);
 
-#[test]
-fn a_present_object_is_skipped_and_never_replaced() {
-    let mut client = Client::on(&memory_drives(1, 16 * MIB), 16, config());
+both_ways! {
+    a_present_object_is_skipped_and_never_replaced,
+    a_key_that_is_being_stored_is_joined_in_the_same_batch_and_from_another,
+    what_exceeds_the_backlog_is_dropped_at_once_and_the_rest_stored,
+    three_times_the_capacity_evicts_the_oldest_and_keeps_the_newest,
+    an_object_larger_than_the_store_is_rejected,
+    a_failed_loads_buffer_is_refused_as_a_store_until_it_was_filled,
+    a_delete_ends_the_store_before_it_and_not_the_one_after,
+    deletes_of_present_and_absent_keys_are_answered_true_and_hold,
+}
+
+fn a_present_object_is_skipped_and_never_replaced(via: Via) {
+    let mut client = Client::on(via, &memory_drives(1, 16 * MIB), 16, config());
     assert!(client.put("a", 1, 5000));
     assert!(client.put("a", 2, 5000));
     assert_eq!(client.load("a", 5000), Some(contents(1, 5000)));
     assert_eq!((client.count("store_stored"), client.count("store_skipped")), (1, 1));
 }
 
-#[test]
-fn a_key_that_is_being_stored_is_joined_in_the_same_batch_and_from_another() {
+fn a_key_that_is_being_stored_is_joined_in_the_same_batch_and_from_another(via: Via) {
     let drive = StallDevice::new(MemoryDevice::new(16 * MIB));
-    let mut client = Client::on(&[drive.clone()], 16, config());
+    let mut client = Client::on(via, &[drive.clone()], 16, config());
     drive.stall(Calls::WRITES);
     let memory = Memory::new(&contents(1, 5000));
     let first = client.set(&["a", "a", "b"], &[memory, memory, memory]);
@@ -36,11 +48,10 @@ fn a_key_that_is_being_stored_is_joined_in_the_same_batch_and_from_another() {
     assert_eq!(client.store_stats()["committed"], 2);
 }
 
-#[test]
-fn what_exceeds_the_backlog_is_dropped_at_once_and_the_rest_stored() {
+fn what_exceeds_the_backlog_is_dropped_at_once_and_the_rest_stored(via: Via) {
     let drive = StallDevice::new(MemoryDevice::new(16 * MIB));
     let limit = Config { max_pending_store_bytes: 3 * 5000, ..config() };
-    let mut client = Client::on(&[drive.clone()], 16, limit);
+    let mut client = Client::on(via, &[drive.clone()], 16, limit);
     drive.stall(Calls::WRITES);
     let memory = Memory::new(&contents(1, 5000));
     let slow = client.set(&["a", "b"], &[memory; 2]);
@@ -56,9 +67,8 @@ fn what_exceeds_the_backlog_is_dropped_at_once_and_the_rest_stored() {
     assert!(client.put("f", 1, 5000), "the backlog is gone");
 }
 
-#[test]
-fn three_times_the_capacity_evicts_the_oldest_and_keeps_the_newest() {
-    let mut client = Client::on(&memory_drives(1, 16 * MIB), 16, config());
+fn three_times_the_capacity_evicts_the_oldest_and_keeps_the_newest(via: Via) {
+    let mut client = Client::on(via, &memory_drives(1, 16 * MIB), 16, config());
     let slots = client.store_stats()["slots_total"].as_u64().unwrap();
     let objects = 3 * slots / 4;
     for i in 0..objects {
@@ -70,18 +80,16 @@ fn three_times_the_capacity_evicts_the_oldest_and_keeps_the_newest() {
     assert_eq!(client.present(&["0"]), [false]);
 }
 
-#[test]
-fn an_object_larger_than_the_store_is_rejected() {
-    let mut client = Client::on(&memory_drives(1, 16 * MIB), 16, config());
+fn an_object_larger_than_the_store_is_rejected(via: Via) {
+    let mut client = Client::on(via, &memory_drives(1, 16 * MIB), 16, config());
     assert!(!client.put("large", 1, 32 << 20));
     assert_eq!(client.count("store_rejected_by_card"), 1);
     assert!(client.put("small", 1, 5000));
 }
 
 /// LMCache 0.5.4 hands the unfilled buffer of a failed load back as a store under the same key.
-#[test]
-fn a_failed_loads_buffer_is_refused_as_a_store_until_it_was_filled() {
-    let mut client = Client::on(&memory_drives(1, 16 * MIB), 16, config());
+fn a_failed_loads_buffer_is_refused_as_a_store_until_it_was_filled(via: Via) {
+    let mut client = Client::on(via, &memory_drives(1, 16 * MIB), 16, config());
     let mut memory = Memory::blank(5000);
     let id = client.get(&["a"], &[memory]);
     assert_eq!(client.results(id), [false]);
@@ -102,10 +110,9 @@ fn a_failed_loads_buffer_is_refused_as_a_store_until_it_was_filled() {
     assert_eq!(client.load("a", 5000), Some(contents(1, 5000)));
 }
 
-#[test]
-fn a_delete_ends_the_store_before_it_and_not_the_one_after() {
+fn a_delete_ends_the_store_before_it_and_not_the_one_after(via: Via) {
     let drive = StallDevice::new(MemoryDevice::new(16 * MIB));
-    let mut client = Client::on(&[drive.clone()], 16, config());
+    let mut client = Client::on(via, &[drive.clone()], 16, config());
     drive.stall(Calls::WRITES);
     let (old, new) = (Memory::new(&contents(1, 5000)), Memory::new(&contents(2, 5000)));
     let before = client.set(&["a"], &[old]);
@@ -121,15 +128,14 @@ fn a_delete_ends_the_store_before_it_and_not_the_one_after() {
     assert_eq!(client.load("a", 5000), Some(contents(2, 5000)));
 }
 
-#[test]
-fn deletes_of_present_and_absent_keys_are_answered_true_and_hold() {
+fn deletes_of_present_and_absent_keys_are_answered_true_and_hold(via: Via) {
     let drives = memory_drives(1, 16 * MIB);
-    let mut client = Client::on(&drives, 16, config());
+    let mut client = Client::on(via, &drives, 16, config());
     assert!(client.put("a", 1, 5000));
     let id = client.delete(&["a", "absent", "a"]);
     assert_eq!(client.results(id), [true; 3]);
     assert_eq!(client.load("a", 5000), None);
     drop(client);
-    let mut client = Client::on(&drives, 16, config());
+    let mut client = Client::on(via, &drives, 16, config());
     assert_eq!(client.present(&["a"]), [false]);
 }

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{Client, FRAGMENT, MIB, Memory, config, contents};
+use common::{Client, FRAGMENT, MIB, Memory, Via, config, contents};
 use xkv_plugin::Config;
 use xkv_store::io::Device;
 use xkv_store::io::device::testing::{Calls, Effect, Fault, FaultyDevice, MemoryDevice, StallDevice};
@@ -52,7 +52,7 @@ fn storm(seed: u64) {
         max_pending_store_bytes: 2 * MIB,
         ..config()
     };
-    let mut client = Client::on(&drives, 24, settings);
+    let mut client = Client::on(Via::Embedded, &drives, 24, settings);
     let mut random = Random(seed * 0x1234_5678_9ABC_DEF1);
     let mut asked: HashMap<u64, Asked> = HashMap::new();
     let mut hits = 0;

@@ -1,15 +1,18 @@
-//! A connector on drives of the test's choice, a client that waits for its answers, and memory that shows whether
-//! anybody wrote beside it.
-#![allow(dead_code)]
+//! A connector on drives of the test's choice, embedded or through a gateway, a client that waits for its answers, and
+//! memory that shows whether anybody wrote beside it.
+#![allow(dead_code, unused_macros, unused_imports)]
+
+mod rig;
 
 use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+pub use rig::Rig;
 use rustix::event::{PollFd, PollFlags, poll};
 use serde_json::Value;
-use xkv_plugin::{Completion, Config, Connector, Embedded, L1Buffer};
+use xkv_plugin::{Backend, Completion, Config, Connector, Embedded, L1Buffer};
 use xkv_store::io::device::testing::MemoryDevice;
 use xkv_store::io::{Device, EngineKind};
 use xkv_store::{Store, StoreConfig};
@@ -97,18 +100,56 @@ pub fn config() -> Config {
     Config { copy_threads: Some(2), ..Config::default() }
 }
 
+/// Where the store is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Via {
+    Embedded,
+    Gateway,
+}
+
+/// Runs tests that take a [`Via`] once with each.
+macro_rules! both_ways {
+    ($($name:ident,)*) => {
+        mod embedded {
+            $(#[test] fn $name() { super::$name(crate::common::Via::Embedded); })*
+        }
+        mod gateway {
+            $(#[test] fn $name() { super::$name(crate::common::Via::Gateway); })*
+        }
+    };
+}
+pub(crate) use both_ways;
+
 /// A connector and the answers that were drained but not asked for yet.
 pub struct Client {
     pub connector: Connector,
     answers: HashMap<u64, Completion>,
+    /// The gateway of its own, if it has one; dropped after the connector.
+    rig: Option<Rig>,
 }
 
 impl Client {
-    pub fn on(drives: &[Arc<dyn Device>], slots: usize, config: Config) -> Self {
+    pub fn on(via: Via, drives: &[Arc<dyn Device>], slots: usize, config: Config) -> Self {
+        if via == Via::Gateway {
+            let rig = Rig::on(drives);
+            let mut client = Self::of(&rig, slots, config);
+            client.rig = Some(rig);
+            return client;
+        }
         let store = Store::open_on(drives.to_vec(), &store_config()).expect("the store opens");
         let backend = Embedded::on(store, slots).expect("slots can be had");
-        let connector = Connector::new(Arc::new(backend), config).expect("threads can be had");
-        Self { connector, answers: HashMap::new() }
+        Self::over(Arc::new(backend), config)
+    }
+
+    /// One of several clients of a gateway.
+    pub fn of(rig: &Rig, slots: usize, config: Config) -> Self {
+        let backend = rig.backend(slots as u32, &config).expect("the gateway accepts");
+        Self::over(Arc::new(backend), config)
+    }
+
+    pub fn over(backend: Arc<dyn Backend>, config: Config) -> Self {
+        let connector = Connector::new(backend, config).expect("threads can be had");
+        Self { connector, answers: HashMap::new(), rig: None }
     }
 
     pub fn set(&self, keys: &[&str], memory: &[Memory]) -> u64 {
@@ -202,7 +243,19 @@ impl Client {
     }
 
     pub fn store_stats(&self) -> Value {
-        self.connector.stats()["store"].clone()
+        match &self.rig {
+            Some(rig) => rig.status(),
+            None => self.connector.stats()["store"].clone(),
+        }
+    }
+
+    /// Whether `key` is present, once a gateway had the time to look at what it was told is damaged.
+    pub fn present_in_the_end(&mut self, key: &str, present: bool) -> bool {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while self.rig.is_some() && self.present(&[key]) != [present] && Instant::now() < deadline {
+            std::thread::yield_now();
+        }
+        self.present(&[key]) == [present]
     }
 }
 
