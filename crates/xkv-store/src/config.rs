@@ -1,5 +1,6 @@
 //! How to open a store.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use crate::error::{Error, ErrorKind, Result};
@@ -44,10 +45,23 @@ impl StoreConfig {
                 "no store path; name at least one drive, file or folder",
             ));
         }
-        let mut files = 0;
-        for path in &self.paths {
-            files += u64::from(!matches!(Target::of(path)?, Target::BlockDevice { .. }));
+        let targets = self.paths.iter().map(|path| Target::of(path)).collect::<Result<Vec<_>>>()?;
+        let mut named = BTreeMap::new();
+        for (target, path) in targets.iter().zip(&self.paths) {
+            let file = target.file();
+            let real = file.canonicalize().unwrap_or(file);
+            if let Some(twice) = named.insert(real, path) {
+                return Err(Error::new(
+                    ErrorKind::Invalid,
+                    format!(
+                        "{} and {} are the same drive; name each drive once",
+                        twice.display(),
+                        path.display()
+                    ),
+                ));
+            }
         }
+        let files = targets.iter().filter(|target| !matches!(target, Target::BlockDevice(_))).count() as u64;
         let file_bytes = self.file_bytes / files.max(1);
         Ok(OpenOptions { file_bytes, direct: self.direct, ..OpenOptions::default() })
     }

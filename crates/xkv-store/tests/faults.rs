@@ -272,3 +272,15 @@ fn a_hanging_drive_does_not_hold_up_closing_and_recovers() {
     stall.resume();
     assert_eq!(rx.recv_timeout(Duration::from_secs(5)).unwrap(), Ok(true));
 }
+
+#[test]
+fn a_drive_named_twice_is_refused_before_anything_is_opened() {
+    let folder = tempfile::tempdir().unwrap();
+    let paths = vec![folder.path().to_path_buf(), folder.path().join("."), folder.path().join("other")];
+    let config = StoreConfig { paths, file_bytes: 64 << 20, ..config() };
+    for outcome in [Store::open(&config).map(|_| ()), Store::probe(&config)] {
+        let error = outcome.unwrap_err();
+        assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains("same drive"), "{error}");
+    }
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}
