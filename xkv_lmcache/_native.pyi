@@ -1,10 +1,21 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Self
+from pathlib import Path
+from typing import Self, final
 
 from typing_extensions import disjoint_base
 
-__all__ = ["Connector", "probe_store"]
+__all__ = [
+    "Connector",
+    "Gateway",
+    "check_store",
+    "format_store",
+    "gateway_status",
+    "log",
+    "probe_store",
+    "set_up_log",
+    "survey_store",
+]
 
 @disjoint_base
 class Connector:
@@ -14,6 +25,11 @@ class Connector:
         store: Sequence[str | PathLike[str]],
         defaulted: bool,
         store_gb: float | None,
+        host: str | None,
+        port: int,
+        shm_dir: str | PathLike[str],
+        token_file: str | PathLike[str] | None,
+        reopen_after_s: float,
         fragment_bytes: int | None,
         batch_slots: int,
         copy_threads: int | None,
@@ -40,3 +56,38 @@ class Connector:
 def probe_store(
     paths: Sequence[str | PathLike[str]], store_gb: float | None = None, fragment_bytes: int | None = None
 ) -> None: ...
+
+@final
+class Gateway:
+    def __new__(
+        cls,
+        *,
+        store: Sequence[str | PathLike[str]],
+        store_gb: float,
+        fragment_bytes: int | None,
+        io_engine: str,
+        direct_io: str,
+        depth: int,
+        listen: Sequence[str],
+        token: str | None,
+        shm_dir: str | PathLike[str],
+        socket_mode: int,
+        socket_group: int | None,
+        max_sessions: int,
+        max_slots: int,
+        heartbeat_s: float,
+        client_silence_s: float,
+    ) -> Self: ...
+    def addresses(self) -> list[str]: ...
+    def close(self, patience_s: float) -> None: ...
+
+def gateway_status(host: str, port: int, token: str | None, timeout_s: float) -> str: ...
+def check_store(
+    paths: Sequence[str | PathLike[str]], repair: bool, progress: Callable[[int, int, int], object]
+) -> str: ...
+def survey_store(paths: Sequence[str | PathLike[str]]) -> list[tuple[Path, str, str]]: ...
+def format_store(
+    paths: Sequence[str | PathLike[str]], store_gb: float | None, fragment_bytes: int | None, force: bool
+) -> str: ...
+def set_up_log(json: bool, level: str) -> None: ...
+def log(level: str, text: str) -> None: ...

@@ -1,18 +1,17 @@
 //! The connector's Python class.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
-use std::time::Duration;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::{PyOSError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyString;
-use xkv_plugin::{Config, L1Buffer, Operation, Owner, Verify};
-use xkv_store::io::{DirectIo, EngineKind};
+use xkv_plugin::{ClientConfig, Config, Gateway, L1Buffer, Operation, Owner, Verify};
 
-use crate::{buffers, exception, logging, store_config};
+use crate::{buffers, direct_io_of, engine_of, exception, logging, seconds, store_config, unknown};
 
-/// The second tier's end in LMCache's process, on an embedded store.
+/// The second tier's end in LMCache's process, on an embedded store or a gateway.
 #[pyclass(module = "xkv_lmcache._native", subclass, frozen)]
 pub struct Connector(xkv_plugin::Connector);
 
@@ -21,10 +20,11 @@ type Answer = (u64, bool, String, Option<Vec<bool>>);
 
 #[pymethods]
 impl Connector {
-    /// Opens the store; the arguments are checked, named and documented by `xkv_lmcache.params`.
+    /// Opens the store, or with `host` a session with a gateway; the arguments are checked, named and documented by
+    /// `xkv_lmcache.params`.
     #[new]
     #[pyo3(signature = (
-        *, store, defaulted, store_gb, fragment_bytes, batch_slots, copy_threads, verify, wait_timeout_s, load_deadline_s,
+        *, store, defaulted, store_gb, host, port, shm_dir, token_file, reopen_after_s, fragment_bytes, batch_slots, copy_threads, verify, wait_timeout_s, load_deadline_s,
         store_deadline_s, max_pending_store_mb, namespace, stats_interval_s, stats_path, io_engine, direct_io,
     ))]
     #[allow(clippy::too_many_arguments)]
@@ -33,6 +33,11 @@ impl Connector {
         store: Vec<PathBuf>,
         defaulted: bool,
         store_gb: Option<f64>,
+        host: Option<String>,
+        port: u16,
+        shm_dir: PathBuf,
+        token_file: Option<PathBuf>,
+        reopen_after_s: f64,
         fragment_bytes: Option<u32>,
         batch_slots: usize,
         copy_threads: Option<usize>,
@@ -56,18 +61,8 @@ impl Connector {
                 store.paths
             );
         }
-        store.engine = match io_engine {
-            "auto" => EngineKind::Auto,
-            "uring" => EngineKind::Uring,
-            "pool" => EngineKind::Pool,
-            other => return Err(unknown("io_engine", other, "auto, uring or pool")),
-        };
-        store.direct = match direct_io {
-            "auto" => DirectIo::Auto,
-            "on" => DirectIo::On,
-            "off" => DirectIo::Off,
-            other => return Err(unknown("direct_io", other, "auto, on or off")),
-        };
+        store.engine = engine_of(io_engine)?;
+        store.direct = direct_io_of(direct_io)?;
         let verify = match verify {
             "full" => Verify::Full,
             "sample" => Verify::Sample,
@@ -85,7 +80,28 @@ impl Connector {
             stats_interval: seconds("stats_interval_s", stats_interval_s)?,
             stats_path,
         };
-        py.detach(|| xkv_plugin::Connector::open(&store, batch_slots, config)).map(Self).map_err(exception)
+        let Some(host) = host else {
+            let opened = py.detach(|| xkv_plugin::Connector::open(&store, batch_slots, config));
+            return opened.map(Self).map_err(exception);
+        };
+        let gateway = ClientConfig {
+            host,
+            port,
+            shm_dir,
+            token: token_file.as_deref().map(token).transpose()?,
+            name: format!("lmcache server, process {}", std::process::id()),
+            slots: u32::try_from(batch_slots).unwrap_or(u32::MAX),
+            fragment_bytes,
+            silence: config.wait_timeout,
+            flush_patience: config.store_deadline,
+        };
+        let reopen_after = seconds("reopen_after_s", reopen_after_s)?;
+        py.detach(|| {
+            let backend = Gateway::open(gateway, reopen_after)?;
+            xkv_plugin::Connector::new(Arc::new(backend), config)
+        })
+        .map(Self)
+        .map_err(exception)
     }
 
     /// Descriptor that becomes readable when there is something to drain.
@@ -175,6 +191,21 @@ impl Connector {
     }
 }
 
+/// The secret in a file, without the line end.
+fn token(path: &Path) -> PyResult<String> {
+    let text = std::fs::read_to_string(path).map_err(|error| {
+        let text = format!("token_file={path:?}: {error}; name a readable file with the gateway's token");
+        match error.raw_os_error() {
+            Some(errno) => PyOSError::new_err((errno, text)),
+            None => PyValueError::new_err(text),
+        }
+    })?;
+    match text.trim_end_matches(['\r', '\n']) {
+        "" => Err(PyValueError::new_err(format!("token_file={path:?} is empty; write the gateway's token into it"))),
+        token => Ok(token.to_owned()),
+    }
+}
+
 /// Keys as bytes: UTF-8, lone surrogates as Python's `surrogatepass` writes them.
 fn encode_all(keys: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<u8>>> {
     keys.try_iter()?.map(|key| encode(&key?)).collect()
@@ -186,13 +217,4 @@ fn encode(key: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
         Ok(text) => Ok(text.as_bytes().to_vec()),
         Err(_) => key.call_method1("encode", ("utf-8", "surrogatepass"))?.extract(),
     }
-}
-
-fn unknown(name: &str, value: &str, expects: &str) -> PyErr {
-    PyValueError::new_err(format!("{name}={value:?} is not {expects}"))
-}
-
-fn seconds(name: &str, value: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(value)
-        .map_err(|_| PyValueError::new_err(format!("{name}={value} is not a number of seconds")))
 }
