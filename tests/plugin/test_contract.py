@@ -3,6 +3,8 @@
 import os
 import select
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -261,6 +263,58 @@ def test_statistics_appear_while_running(tmp_path: Path) -> None:
         while not path.exists():
             assert time.monotonic() < deadline
         assert stats_file(path)["store"]["objects"] == 0
+
+
+def test_the_log_has_a_line_of_statistics_each_interval(tmp_path: Path) -> None:
+    program = (
+        "import sys; from xkv_lmcache import XkvL2Connector\n"
+        f"c = XkvL2Connector(store={str(tmp_path)!r}, store_gb=0.1, stats_interval_s=0.05)\n"
+        "sys.stdin.read(); c.close()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None and process.stdin is not None
+        said: list[str] = []
+        while sum("loads 0/0 hit" in line for line in said) < 3:
+            line = process.stderr.readline()
+            assert line.startswith("[xkv-lmcache] 20"), said
+            said.append(line)
+        process.stdin.close()
+        assert "closed" in process.stderr.read()
+    assert process.returncode == 0
+    assert any(str(tmp_path) in line for line in said), "what was opened"
+    assert any("WARN namespace is empty" in line for line in said)
+
+
+def test_repeated_failures_are_counted_instead_of_repeated(tmp_path: Path) -> None:
+    program = (
+        "from xkv_lmcache import XkvL2Connector\n"
+        f"c = XkvL2Connector(store={str(tmp_path)!r}, store_gb=0.1)\n"
+        "[c.submit_batch_set(['a'], [5]) for _ in range(1000)]; c.close()"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    failures = [line for line in ran.stderr.splitlines() if "empty or in pieces" in line]
+    assert len(failures) == 1 and "WARN" in failures[0]
+    assert "store_failed: 999 more" in ran.stderr
+
+
+def test_fifty_connectors_leave_nothing_behind(tmp_path: Path) -> None:
+    def taken() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count() + len(os.listdir("/proc/self/task"))
+
+    before = None
+    for i in range(50):
+        with Client(store=str(tmp_path), store_gb=0.1, batch_slots=16) as client:
+            assert client.set({str(i): contents(i, 300_000)})
+            assert client.get({str(i): 300_000}) == {str(i): contents(i, 300_000)}
+        del client
+        before = before or taken()
+    deadline = time.monotonic() + 10
+    while taken() != before:
+        assert time.monotonic() < deadline, f"{before} became {taken()}"
 
 
 def test_the_constructor_says_what_is_wrong_and_takes_nothing_with_it(tmp_path: Path) -> None:
