@@ -94,10 +94,11 @@ def table_of(phases: list[Phase]) -> Table:
     return table
 
 
-def play(model: str, say: Progress) -> tuple[list[Phase], Path]:
-    say(f"model {model}: " + ("there" if (RUN / "models" / model / "complete").exists() else "making it"))
-    folder = make(model, RUN / "models")
-    store = RUN / "store"
+def play(model: str, run: Path, models: Path, say: Progress) -> tuple[list[Phase], Path]:
+    """Plays all phases with its store and logs in the folder `run`; returns them and the store's folder."""
+    say(f"model {model}: " + ("there" if (models / model / "complete").exists() else "making it"))
+    folder = make(model, models)
+    store = run / "store"
     shutil.rmtree(store, ignore_errors=True)
     store.mkdir(parents=True)
     adapter_params = {"store": str(store), "store_gb": STORE_GB, "namespace": model}
@@ -109,8 +110,8 @@ def play(model: str, say: Progress) -> tuple[list[Phase], Path]:
         phases.append(Phase(name, source, answer, hits))
         say(f"{name}: first token after {answer.ttft_s:.2f} s, {answer.cached_tokens} tokens from the cache")
 
-    say(f"starting the LMCache server and vLLM; log: {RUN / 'first.log'}")
-    with Serving(folder, RUN / "first.log", adapter_params) as serving:
+    say(f"starting the LMCache server and vLLM; log: {run / 'first.log'}")
+    with Serving(folder, run / "first.log", adapter_params) as serving:
         serving.wait_until_ready(say)
         say("serving")
         ask("cold", None)
@@ -120,8 +121,8 @@ def play(model: str, say: Progress) -> tuple[list[Phase], Path]:
         serving.end_server(signal.SIGKILL)
         ask("L2 hit, server killed", L2)
         say("ending vLLM and the server")
-    say(f"starting both again on the same store; log: {RUN / 'second.log'}")
-    with Serving(folder, RUN / "second.log", adapter_params) as serving:
+    say(f"starting both again on the same store; log: {run / 'second.log'}")
+    with Serving(folder, run / "second.log", adapter_params) as serving:
         serving.wait_until_ready(say)
         ask("L2 hit, all restarted", L2)
         say("ending vLLM and the server")
@@ -131,11 +132,17 @@ def play(model: str, say: Progress) -> tuple[list[Phase], Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="default: %(default)s")
-    model = parser.parse_args().model
+    parser.add_argument(
+        "--folder", type=Path, default=RUN, help="where its store and logs go; default: %(default)s"
+    )
+    parser.add_argument(
+        "--models", type=Path, default=RUN / "models", help="where models are; default: %(default)s"
+    )
+    arguments = parser.parse_args()
     say = Progress()
     try:
         with signals_as_exceptions():
-            phases, store = play(model, say)
+            phases, store = play(arguments.model, arguments.folder.resolve(), arguments.models.resolve(), say)
     except StackError as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
