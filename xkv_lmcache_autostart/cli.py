@@ -7,11 +7,13 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+from click.shell_completion import CompletionItem, get_completion_class
 
 from xkv_lmcache_autostart import environment, log, machine, preflight, reference
 from xkv_lmcache_autostart.command import (
@@ -21,11 +23,12 @@ from xkv_lmcache_autostart.command import (
     l2_adapter,
     server_argv,
     vllm_problems,
+    vllm_words,
     with_transfer_config,
 )
 from xkv_lmcache_autostart.execution import execute
 from xkv_lmcache_autostart.exit_codes import ExitCode
-from xkv_lmcache_autostart.preflight import Level
+from xkv_lmcache_autostart.preflight import Finding, Level
 from xkv_lmcache_autostart.readiness import http_host, remote_server_ready, wait_for
 from xkv_lmcache_autostart.settings import (
     VARIABLES,
@@ -33,10 +36,15 @@ from xkv_lmcache_autostart.settings import (
     SettingProblem,
     Settings,
     SettingsError,
+    Variable,
     load,
 )
 
+if TYPE_CHECKING:
+    from xkv_lmcache_autostart.namespace import Fingerprint
+
 PROGRAM = "xkv_lmcache_autostart"
+COMPLETE_VARIABLE = "_XKV_LMCACHE_AUTOSTART_COMPLETE"
 
 USAGE = """Start LMCache's server with the xkv store, in front of a command or by itself.
 
@@ -49,6 +57,8 @@ USAGE = """Start LMCache's server with the xkv store, in front of a command or b
       the server in place of this process
   python3 -m xkv_lmcache_autostart -- COMMAND
       the command alone, at once
+  python3 -m xkv_lmcache_autostart container run|stop|logs|status
+      the server in a container of its own
 """
 
 
@@ -70,14 +80,39 @@ class _Command(click.Command):
         with formatter.section("Exit codes (otherwise the command's, 128 + n on signal n)"):
             formatter.write_dl([(str(code.value), text) for code, text in reference.EXIT_CODES.items()])
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = super().shell_complete(ctx, incomplete)
+        if "container".startswith(incomplete) and not ctx.params.get("command"):
+            found.append(CompletionItem("container", help="the server in a container of its own"))
+        return found
+
 
 _FIELDS = {variable.field for variable in VARIABLES.values()}
 
 
-def _setting_options(function: Callable[..., Any]) -> Callable[..., Any]:
+def setting_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command an option for every setting."""
     for variable in reversed(VARIABLES.values()):
-        function = click.option(variable.option, variable.field, metavar="TEXT", default=None)(function)
+        function = click.option(
+            variable.option,
+            variable.field,
+            metavar="TEXT",
+            default=None,
+            shell_complete=partial(_complete_value, variable),
+        )(function)
     return function
+
+
+def _complete_value(
+    variable: Variable, _ctx: click.Context, _param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    if variable.kind == "path":
+        return [CompletionItem(incomplete, type="file")]
+    return [CompletionItem(word) for word in variable.choices if word.startswith(incomplete.lower())]
+
+
+def _complete_command(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(incomplete, type="file")]
 
 
 @click.command(
@@ -95,37 +130,53 @@ def _setting_options(function: Callable[..., Any]) -> Callable[..., Any]:
     help="Print one part for use elsewhere (settings: the reference page), unmasked.",
 )
 @click.option("--check", is_flag=True, help="Examine the machine for these settings and start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="With --check: print JSON.")
+@click.option(
+    "--completion",
+    type=click.Choice(["bash", "zsh", "fish"]),
+    help="Print the completion script of a shell, for `xkv_lmcache_autostart`.",
+)
 @click.option("--version", is_flag=True, help="Print the versions of this package, LMCache and vLLM.")
-@_setting_options
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@setting_options
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, shell_complete=_complete_command)
 def main(
     exec_server: bool,
     dry_run: bool,
     what: str | None,
     check: bool,
+    as_json: bool,
+    completion: str | None,
     version: bool,
     command: tuple[str, ...],
     **options: str | None,
 ) -> None:
+    if as_json and not check:
+        raise click.UsageError("--json goes with --check")
     if version:
         _print_versions()
+        return
+    if completion is not None:
+        _print_completion(completion)
         return
     if what == "settings":
         click.echo(reference.markdown(), nl=False)
         return
-    configuration, vllm = _configure(options, command)
+    configuration, vllm = configure(options, command)
     settings = configuration.settings
     log.set_up(settings.log_format, settings.log_level)
+    if check:
+        sys.exit(_check(configuration, command, as_json))
+    if exec_server or settings.enable or (not command and what != "kv-transfer-config"):
+        configuration = with_namespace(configuration, command)
+        settings = configuration.settings
     final_command = with_transfer_config(command, settings, vllm)
-    if what is None and not dry_run and not check:
+    if what is None and not dry_run:
         for warning in configuration.warnings:
             log.get().warning(warning)
     if what is not None:
         click.echo(_part(what, settings))
     elif dry_run:
         _print_plan(configuration, command, final_command, exec_server)
-    elif check:
-        sys.exit(_check(configuration))
     elif exec_server:
         if command:
             raise click.UsageError("--exec runs the server alone; leave out the command, or --exec")
@@ -149,8 +200,8 @@ def main(
         execute(list(command), os.environ)
 
 
-def _configure(
-    options: Mapping[str, str | None], command: Sequence[str]
+def configure(
+    options: Mapping[str, str | None], command: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> tuple[Configuration, VllmCommand | None]:
     """The settings, checked together with the command. Exits with every error there is."""
     vllm = VllmCommand.parse(command, _read_config)
@@ -163,12 +214,12 @@ def _configure(
 
     given = {field: text for field, text in options.items() if text is not None}
     try:
-        return load(os.environ, given, check), vllm
+        return load(environ, given, check), vllm
     except SettingsError as error:
         count = len(error.problems)
-        _complain(f"{count} {'error' if count == 1 else 'errors'} in the settings; nothing was started")
+        complain(f"{count} {'error' if count == 1 else 'errors'} in the settings; nothing was started")
         for problem in error.problems:
-            _complain(f"  {problem}")
+            complain(f"  {problem}")
         sys.exit(ExitCode.BAD_SETTINGS)
 
 
@@ -224,15 +275,57 @@ def _print_plan(
         section("command environment (beyond the launcher's own)", environ(changed))
 
 
-def _check(configuration: Configuration) -> ExitCode:
-    worst = ExitCode.OK
-    for warning in (*configuration.warnings, *configuration.server_warnings):
-        click.echo(f"{Level.WARNING:8} settings: {warning}")
-    for finding in preflight.examine(configuration, os.environ):
-        click.echo(f"{finding.level:8} {finding.subject}: {finding.text}")
-        if finding.level is Level.FAILURE:
-            worst = ExitCode.START_FAILED
-    return worst
+def _check(configuration: Configuration, command: Sequence[str], as_json: bool) -> ExitCode:
+    """Print what there is to say about the machine; the exit code says the worst of it."""
+    findings = [
+        Finding("settings", Level.WARNING, warning)
+        for warning in (*configuration.warnings, *configuration.server_warnings)
+    ]
+    findings += preflight.examine(configuration, os.environ)
+    if configuration.settings.namespace_is_auto:
+        findings.append(preflight.namespace(lambda: _derive(configuration.settings, command)))
+    levels = {finding.level for finding in findings}
+    worst = next(level for level in (Level.FAILURE, Level.WARNING, Level.OK) if level in levels)
+    if as_json:
+        rows = [
+            {"subject": found.subject, "level": found.level.value, "text": found.text} for found in findings
+        ]
+        click.echo(json.dumps({"worst": worst.value, "findings": rows}, indent=2))
+    else:
+        for finding in findings:
+            click.echo(f"{finding.level:8} {finding.subject}: {' '.join(finding.text.split())}")
+    return {
+        Level.OK: ExitCode.OK,
+        Level.WARNING: ExitCode.CHECK_WARNED,
+        Level.FAILURE: ExitCode.START_FAILED,
+    }[worst]
+
+
+def _derive(settings: Settings, command: Sequence[str]) -> Fingerprint:
+    """The namespace of the model of the command, or of `LMC_MODEL`. Raises `ModelError`."""
+    from xkv_lmcache_autostart.namespace import fingerprint, model_of
+
+    return fingerprint(model_of(vllm_words(command), settings.model, _read_config), os.environ)
+
+
+def with_namespace(configuration: Configuration, command: Sequence[str]) -> Configuration:
+    """The configuration with its namespace derived from the model, where it is to be."""
+    if not configuration.settings.namespace_is_auto:
+        return configuration
+    from xkv_lmcache_autostart.namespace import ModelError, NoModel
+
+    try:
+        found = _derive(configuration.settings, command)
+    except ModelError as error:
+        complain(f"no namespace can be derived; nothing was started\n  {error}")
+        sys.exit(ExitCode.BAD_SETTINGS if isinstance(error, NoModel) else ExitCode.START_FAILED)
+    log.get().info(
+        "the namespace is derived from the model",
+        namespace=found.namespace,
+        weight_files=found.files,
+        folder=found.folder,
+    )
+    return configuration.with_namespace(found.namespace)
 
 
 def _prepare(configuration: Configuration) -> None:
@@ -245,9 +338,9 @@ def _prepare(configuration: Configuration) -> None:
             log.get().warning(finding.text)
     failures = [finding for finding in findings if finding.level is Level.FAILURE]
     if failures:
-        _complain("the machine cannot run the server as configured; nothing was started")
+        complain("the machine cannot run the server as configured; nothing was started")
         for finding in failures:
-            _complain(f"  {finding.text}")
+            complain(f"  {finding.text}")
         sys.exit(ExitCode.START_FAILED)
     log.get().info("safe defaults", **_safe_defaults(configuration.settings))
 
@@ -295,7 +388,7 @@ def _wait(settings: Settings) -> None:
     front_end = f"http://{http_host(settings)}:{settings.http_port}"
     log.get().info("waiting for the LMCache server", front_end=front_end, wait_s=settings.wait_s)
     if not wait_for(lambda: remote_server_ready(settings), settings.wait_s):
-        _complain(
+        complain(
             f"no LMCache server within LMC_WAIT_S={settings.wait_s:g} seconds: {front_end}/healthcheck must "
             f"answer 200 and {settings.connect_host}:{settings.port} take connections; start it, or set "
             "LMC_HOST, LMC_PORT, LMC_HTTP_HOST and LMC_HTTP_PORT to where it is"
@@ -308,11 +401,18 @@ def _find(program: str) -> None:
     """Exit before anything starts where the command does not exist."""
     path = machine.executable(program, os.environ)
     if path is None:
-        _complain(f"{program} does not exist; write the command that serves the model after --")
+        complain(f"{program} does not exist; write the command that serves the model after --")
         sys.exit(ExitCode.NOT_FOUND)
     if not os.access(path, os.X_OK) or os.path.isdir(path):
-        _complain(f"{path} is not executable; write the command that serves the model after --")
+        complain(f"{path} is not executable; write the command that serves the model after --")
         sys.exit(ExitCode.NOT_EXECUTABLE)
+
+
+def _print_completion(shell: str) -> None:
+    """The script that makes a shell complete the console script's words."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(main, {}, PROGRAM, COMPLETE_VARIABLE).source())
 
 
 def _print_versions() -> None:
@@ -324,7 +424,7 @@ def _print_versions() -> None:
                 click.echo(f"{name} is not installed")
 
 
-def _complain(text: str) -> None:
+def complain(text: str) -> None:
     click.echo(f"{PROGRAM}: {text}", err=True)
 
 
@@ -334,5 +434,12 @@ def run() -> NoReturn:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
-    main(prog_name=f"python3 -m {PROGRAM}")
+    name = PROGRAM if os.path.basename(sys.argv[0]) == PROGRAM else f"python3 -m {PROGRAM}"
+    # What a shell asks to be completed comes in the environment.
+    words = os.environ["COMP_WORDS"].split() if COMPLETE_VARIABLE in os.environ else sys.argv
+    if words[1:2] == ["container"]:
+        from xkv_lmcache_autostart.containers import container
+
+        click.Group(PROGRAM, {"container": container})(prog_name=name, complete_var=COMPLETE_VARIABLE)
+    main(prog_name=name, complete_var=COMPLETE_VARIABLE)
     raise AssertionError("click's standalone mode exits")

@@ -101,7 +101,7 @@ class VllmCommand:
 
         `read` returns the text of a file that `--config` names; a transfer config in there counts.
         """
-        words = _vllm_words(list(argv))
+        words = vllm_words(argv)
         if words is None:
             return None
         # vLLM takes underscores for dashes, and a dotted name for one key of a JSON argument.
@@ -160,8 +160,9 @@ def plain(value: float) -> str:
     return str(int(value)) if value == int(value) else f"{value:.9f}".rstrip("0")
 
 
-def _vllm_words(argv: list[str]) -> list[str] | None:
-    """The arguments after `vllm serve` or its module, or None."""
+def vllm_words(argv: Sequence[str]) -> list[str] | None:
+    """The arguments after `vllm serve` or its module; None where the command is neither."""
+    argv = list(argv)
     if not argv:
         return None
     program = os.path.basename(argv[0])

@@ -23,6 +23,9 @@ class ExitCode(IntEnum):
     SERVER_LOST = 3
     """The server died under the command and `LMC_ON_SERVER_EXIT=exit` says to end with it."""
 
+    CHECK_WARNED = 4
+    """`--check` found something worth a warning and no failure."""
+
     NOT_EXECUTABLE = 126
     """The command exists, but cannot be executed."""
 

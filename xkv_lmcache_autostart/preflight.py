@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
+import resource
+import shutil
 import socket
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,14 +16,25 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from xkv_lmcache.grammar import GIB
+from xkv_lmcache.grammar import GIB, KIB, MIB
 from xkv_lmcache.params import AdapterParams
 from xkv_lmcache_autostart import machine, sockets
 from xkv_lmcache_autostart.command import CPU_BLOCK_SIZE, PLUGIN_MODULE, plain
-from xkv_lmcache_autostart.settings import Configuration, Settings
+from xkv_lmcache_autostart.namespace import Fingerprint, ModelError
+from xkv_lmcache_autostart.settings import Configuration, Settings, arguments
 
 L2_EXTRA_SINCE: Final = (0, 5, 6)
 """The LMCache that does not store failed loads, which would spread to further adapters."""
+
+SUPPORTED_LMCACHE: Final = ((0, 5, 4), (0, 5, 5), (0, 5, 6))
+SUPPORTED_VLLM: Final = (0, 28)
+
+_SHM_DIR: Final = "/dev/shm"
+_SHM_BYTES: Final = 256 * MIB
+"""What vLLM's processes need in shared memory for their messages (16 MiB each, ten of them), and some more."""
+
+_MEMLOCK_BYTES: Final = MIB
+"""Locked memory that io_uring's queues need on kernels before 5.12, which count it."""
 
 
 class Level(StrEnum):
@@ -41,17 +56,33 @@ class Finding:
 def examine(configuration: Configuration, environ: Mapping[str, str]) -> Iterable[Finding]:
     """Examine the machine for the server of these settings. Nothing is changed."""
     settings, params = configuration.settings, configuration.params
+    yield Finding("interpreter", Level.OK, f"Python {platform.python_version()}, {sys.executable}")
     yield _lmcache(settings)
+    yield _vllm()
     plugin = _plugin()
     yield plugin
     yield _accelerator(settings, environ)
     yield _memory(settings, params)
+    yield _shared_memory(settings)
+    yield _memlock()
+    yield _io_uring(params)
     yield _port("LMC_PORT", settings.host, settings.port)
     yield _port("LMC_HTTP_PORT", settings.http_host, settings.http_port)
     if params.stats_path is not None:
         yield _stats_path(params.stats_path)
     if plugin.level is Level.OK:
         yield _store(params)
+
+
+def namespace(derive: Callable[[], Fingerprint]) -> Finding:
+    """Whether the namespace can be derived from the model's files."""
+    try:
+        found = derive()
+    except ModelError as error:
+        return Finding("namespace", Level.FAILURE, str(error))
+    return Finding(
+        "namespace", Level.OK, f"{found.namespace}, of {found.files} weight files in {found.folder}"
+    )
 
 
 def _lmcache(settings: Settings) -> Finding:
@@ -75,7 +106,22 @@ def _lmcache(settings: Settings) -> Finding:
             "failed loads to every adapter; leave LMC_L2_EXTRA out or install lmcache==0.5.6"
         )
         return Finding("lmcache", Level.FAILURE, text)
+    if version not in SUPPORTED_LMCACHE:
+        text = f"lmcache {name} is none of those this was made for; install lmcache 0.5.4, 0.5.5 or 0.5.6"
+        return Finding("lmcache", Level.WARNING, text)
     return Finding("lmcache", Level.OK, f"lmcache {name}")
+
+
+def _vllm() -> Finding:
+    version = machine.vllm_version()
+    if version is None:
+        return Finding("vllm", Level.OK, "vllm is not installed here, which the server does not need")
+    name = ".".join(map(str, version))
+    if version[:2] != SUPPORTED_VLLM:
+        wanted = ".".join(map(str, SUPPORTED_VLLM))
+        text = f"vllm {name} is not the {wanted} that this was made for; install vllm {wanted}.0"
+        return Finding("vllm", Level.WARNING, text)
+    return Finding("vllm", Level.OK, f"vllm {name}")
 
 
 def _plugin() -> Finding:
@@ -83,7 +129,7 @@ def _plugin() -> Finding:
         found = find_spec(f"{PLUGIN_MODULE}._native") is not None
         if found:
             _probe_store()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (whatever keeps it from being imported)
         text = (
             f"{PLUGIN_MODULE} cannot be imported ({error}); install this package's wheel for this interpreter"
         )
@@ -122,6 +168,56 @@ def _memory(settings: Settings, params: AdapterParams) -> Finding:
         text = f"{needed} exceed the {available:.1f} GiB at hand ({memory.limit}); set LMC_L1_GB={fitting:g}"
         return Finding("memory", Level.FAILURE, text)
     return Finding("memory", Level.OK, f"{needed} fit in {available:.1f} GiB ({memory.limit})")
+
+
+def _shared_memory(settings: Settings) -> Finding:
+    try:
+        usage = shutil.disk_usage(_SHM_DIR)
+    except OSError as error:
+        text = (
+            f"{_SHM_DIR} cannot be used ({error.strerror}): vLLM's processes talk through it; mount it "
+            "(--ipc host, or --shm-size)"
+        )
+        return Finding(_SHM_DIR, Level.WARNING, text)
+    free = f"{usage.free / MIB:.0f} of {usage.total / MIB:.0f} MiB are free"
+    pool = next((value for name, value in arguments(settings.extra_args) if name == "--shm-name"), None)
+    if pool and usage.free < settings.l1_gb * GIB:
+        text = (
+            f"{free} in {_SHM_DIR}, too little for L1 in shared memory ({plain(settings.l1_gb)} GiB, --shm-name), "
+            "so that LMCache copies KV cache through its socket; make room or lower LMC_L1_GB"
+        )
+        return Finding(_SHM_DIR, Level.WARNING, text)
+    if usage.free < _SHM_BYTES:
+        text = (
+            f"{free} in {_SHM_DIR}: vLLM's processes, which talk through it, may not start; clear it or make it "
+            "larger (--ipc host, or --shm-size)"
+        )
+        return Finding(_SHM_DIR, Level.WARNING, text)
+    return Finding(_SHM_DIR, Level.OK, free)
+
+
+def _memlock() -> Finding:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return Finding("memlock", Level.OK, "locked memory is not limited")
+    text = f"locked memory is limited to {limit // KIB} KiB"
+    if limit < _MEMLOCK_BYTES:
+        text += ", in which io_uring does not fit on kernels before 5.12; raise it (ulimit -l, --ulimit memlock=-1)"
+        return Finding("memlock", Level.WARNING, text)
+    return Finding("memlock", Level.OK, f"{text}, which is enough")
+
+
+def _io_uring(params: AdapterParams) -> Finding:
+    if params.mode == "gateway" or params.io_engine == "pool":
+        return Finding("io_uring", Level.OK, "not used with these settings")
+    refusal = machine.io_uring_refusal()
+    if refusal is None:
+        return Finding("io_uring", Level.OK, "the kernel provides it")
+    if params.io_engine == "uring":
+        text = f"io_engine='uring' cannot be had: {refusal}; allow it, or write auto"
+        return Finding("io_uring", Level.FAILURE, text)
+    text = f"{refusal}: drives are used by threads, which is slower; allow it for full speed"
+    return Finding("io_uring", Level.WARNING, text)
 
 
 def _port(name: str, host: str, port: int) -> Finding:

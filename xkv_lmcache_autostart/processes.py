@@ -106,7 +106,7 @@ def spawn(
             stdout=subprocess.PIPE if relay else None,
             stderr=subprocess.PIPE if relay else None,
             process_group=0,
-            preexec_fn=in_child,
+            preexec_fn=in_child,  # noqa: PLW1509 (there are no threads)
         ),
     )
 

@@ -12,7 +12,6 @@ from typing import Final
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from xkv_lmcache_autostart import sockets
-from xkv_lmcache_autostart.processes import Child
 from xkv_lmcache_autostart.settings import Settings
 
 POLL_S: Final = 0.2
@@ -26,13 +25,13 @@ class NotReady(Exception):
 
 
 class ChildProbe:
-    """Looks at a server that is our child, step by step."""
+    """Looks at a server that was started as process `pid`, step by step."""
 
-    def __init__(self, child: Child, settings: Settings) -> None:
+    def __init__(self, pid: int, settings: Settings) -> None:
         self.waiting_for = "the server to open its ports"
         self.proven = True
         """Whether /proc showed that the ports are the child's own."""
-        self._child = child
+        self._pid = pid
         self._http = (settings.http_connect_host, settings.http_port)
         self._ports = (
             ("LMC_PORT", settings.host, settings.port),
@@ -57,7 +56,7 @@ class ChildProbe:
 
     def _owns(self, name: str, host: str, port: int) -> bool:
         try:
-            own = sockets.owned_inodes(self._child.pid)
+            own = sockets.owned_inodes(self._pid)
         except (FileNotFoundError, ProcessLookupError):
             return False  # it has just ended, which is for the caller to see
         except OSError:

@@ -13,6 +13,7 @@ EXIT_CODES = {
     ExitCode.START_FAILED: "the machine cannot run the server as configured, or it did not become ready",
     ExitCode.BAD_SETTINGS: "a setting or an option is wrong; nothing was started",
     ExitCode.SERVER_LOST: "the server died under the command, and LMC_ON_SERVER_EXIT=exit",
+    ExitCode.CHECK_WARNED: "--check has warnings and no failure (1 with a failure)",
     ExitCode.NOT_EXECUTABLE: "the command cannot be executed",
     ExitCode.NOT_FOUND: "the command does not exist",
 }

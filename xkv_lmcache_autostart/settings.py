@@ -11,7 +11,7 @@ import difflib
 import ipaddress
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -20,6 +20,9 @@ from xkv_lmcache import grammar
 from xkv_lmcache.params import AdapterParams, ParamsError
 
 PREFIX: Final = "LMC_"
+
+AUTO_NAMESPACE: Final = "auto"
+"""The namespace that stands for one derived from the model (`namespace.py`)."""
 
 _SERVICE_LINK_NAME: Final = re.compile(
     r"LMC_.*(_SERVICE_(HOST|PORT)(_.+)?|_PORT_[0-9]+_(TCP|UDP|SCTP)(_.+)?)"
@@ -31,17 +34,21 @@ class Kind:
     """The type of a setting as the help names it."""
 
     name: str
+    choices: tuple[str, ...] = ()
+    """The words that it takes, for a shell to complete; empty where there are more than can be listed."""
 
 
-def _kind(name: str, parse: Callable[[str], object]) -> tuple[BeforeValidator, Kind]:
-    return BeforeValidator(parse), Kind(name)
+def _kind(
+    name: str, parse: Callable[[str], object], choices: tuple[str, ...] = ()
+) -> tuple[BeforeValidator, Kind]:
+    return BeforeValidator(parse), Kind(name, choices)
 
 
 def _choice(*names: str) -> tuple[BeforeValidator, Kind]:
-    return _kind(" or ".join(names), grammar.choice(*names))
+    return _kind(" or ".join(names), grammar.choice(*names), names)
 
 
-Boolean = Annotated[bool, *_kind("boolean", grammar.boolean)]
+Boolean = Annotated[bool, *_kind("boolean", grammar.boolean, ("1", "0"))]
 Port = Annotated[int, *_kind("port", grammar.port)]
 Host = Annotated[str, *_kind("host", grammar.server_host)]
 GatewayHost = Annotated[str, *_kind("host", grammar.gateway_host)]
@@ -58,7 +65,9 @@ JsonObject = Annotated[dict[str, object], *_kind("JSON object", grammar.json_obj
 Adapters = Annotated[list[dict[str, object]], *_kind("JSON object or array", grammar.json_adapters)]
 Words = Annotated[list[str], *_kind("words", grammar.shell_words)]
 Names = Annotated[list[str], *_kind("names or patterns", grammar.names)]
-Eviction = Annotated[str, *_kind("LRU or noop", grammar.choice("LRU", "noop", "IsolatedLRU"))]
+Eviction = Annotated[
+    str, *_kind("LRU or noop", grammar.choice("LRU", "noop", "IsolatedLRU"), ("LRU", "noop"))
+]
 TransferMode = Annotated[str, *_choice("auto", "lmcache_driven", "engine_driven")]
 OnServerExit = Annotated[str, *_choice("restart", "ignore", "exit")]
 LogFormat = Annotated[str, *_choice("auto", "console", "json")]
@@ -105,7 +114,11 @@ class Settings(BaseModel):
         False, "wait for a server that somebody else runs (LMC_HOST, LMC_HTTP_PORT), then run the command"
     )
     allow_lora: Boolean = _setting(False, "allow --enable-lora, whose adapters LMCache's keys ignore")
-    model: Text | None = _setting(None, "the model for LMC_XKV_NAMESPACE=auto (not in this version)")
+    model: Text | None = _setting(
+        None,
+        "the model for LMC_XKV_NAMESPACE=auto where no vLLM command names it, with the options that matter as "
+        "after `vllm serve`",
+    )
     l2_extra: Adapters = _setting(
         [], "further L2 adapters after ours; needs LMCache 0.5.6 or newer", secret=True
     )
@@ -146,6 +159,16 @@ class Settings(BaseModel):
         return params | self.xkv_params
 
     @property
+    def namespace_is_auto(self) -> bool:
+        """Whether the namespace is still to be derived from the model."""
+        return self.adapter_params().get("namespace") == AUTO_NAMESPACE
+
+    def with_namespace(self, namespace: str) -> Settings:
+        """These settings with the namespace that was derived."""
+        others = {key: value for key, value in self.xkv_params.items() if key != "namespace"}
+        return self.model_copy(update={"xkv_namespace": namespace, "xkv_params": others})
+
+    @property
     def connect_host(self) -> str:
         """Where a client on this machine reaches the server's ZMQ port."""
         return _connectable(self.host)
@@ -162,6 +185,7 @@ class Variable:
 
     field: str
     kind: str
+    choices: tuple[str, ...]
     default: object
     meaning: str
     param: str | None
@@ -185,9 +209,11 @@ def _variables() -> dict[str, Variable]:
         extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
         param = extra.get("param")
         default = info.get_default() if param is None else AdapterParams.model_fields[str(param)].default
+        kind = _kind_of(info.annotation, info.metadata)
         variable = Variable(
             field=field,
-            kind=_kind_of(info.annotation, info.metadata),
+            kind=kind.name,
+            choices=kind.choices,
             default=default,
             meaning=info.description or "",
             param=None if param is None else str(param),
@@ -197,12 +223,12 @@ def _variables() -> dict[str, Variable]:
     return variables
 
 
-def _kind_of(annotation: Any, metadata: Iterable[object]) -> str:
-    """The kind's name, which pydantic leaves inside the union of an optional field."""
+def _kind_of(annotation: Any, metadata: Iterable[object]) -> Kind:
+    """The kind, which pydantic leaves inside the union of an optional field."""
     members = [
         item for member in getattr(annotation, "__args__", ()) for item in getattr(member, "__metadata__", ())
     ]
-    return next(item.name for item in [*metadata, *members] if isinstance(item, Kind))
+    return next(item for item in [*metadata, *members] if isinstance(item, Kind))
 
 
 VARIABLES: Final = _variables()
@@ -247,6 +273,14 @@ class Configuration:
     server_warnings: tuple[str, ...]
     """The same, of matter to whoever starts the server."""
 
+    def with_namespace(self, namespace: str) -> Configuration:
+        """This configuration with the namespace that was derived from the model."""
+        return replace(
+            self,
+            settings=self.settings.with_namespace(namespace),
+            params=self.params.model_copy(update={"namespace": namespace}),
+        )
+
 
 Check = Callable[[Settings], list[SettingProblem]]
 
@@ -256,28 +290,28 @@ def load(environ: Mapping[str, str], options: Mapping[str, str], check: Check | 
 
     `check` adds problems of its own. Raises `SettingsError` with every problem there is.
     """
-    texts, sources = _texts(environ, options)
+    given, sources = texts(environ, options)
     problems: dict[str, SettingProblem] = {}
 
     def report(variable: Variable, message: str) -> None:
-        value = None if variable.secret else texts.get(variable.field)
+        value = None if variable.secret else given.get(variable.field)
         source = sources.get(variable.field, variable.name)
         problems.setdefault(variable.field, SettingProblem(source, value, message))
 
-    for field, text in texts.items():
+    for field, text in given.items():
         try:
             grammar.check_shape(text)
         except ValueError as error:
             report(VARIABLES[PREFIX + field.upper()], str(error))
-    settings = _parse(texts, problems, report)
+    settings = _parse(given, problems, report)
     for field, message in _contradictions(settings):
         report(VARIABLES[PREFIX + field.upper()], message)
     found = list(problems.values())
     params = AdapterParams()
     try:
-        params = AdapterParams.parse(settings.adapter_params())
+        params = AdapterParams.parse(_without_auto(settings))
     except ParamsError as error:
-        found += _params_problems(error, settings, texts, sources, problems)
+        found += _params_problems(error, settings, given, sources, problems)
     found += _lock_problems(settings, params)
     if check is not None:
         found += check(settings)
@@ -301,19 +335,19 @@ def _connectable(host: str) -> str:
     return "127.0.0.1" if host in ("0.0.0.0", "localhost") else host
 
 
-def _texts(environ: Mapping[str, str], options: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def texts(environ: Mapping[str, str], options: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """The text of every setting that is set, and where it was set, by field; blank is unset."""
-    texts, sources = {}, {}
+    found, sources = {}, {}
     for variable in VARIABLES.values():
         for source, text in (
             (variable.option, options.get(variable.field)),
             (variable.name, environ.get(variable.name)),
         ):
             if text is not None and text.strip():
-                texts[variable.field] = text.strip()
+                found[variable.field] = text.strip()
                 sources[variable.field] = source
                 break
-    return texts, sources
+    return found, sources
 
 
 def _parse(
@@ -338,8 +372,6 @@ def _contradictions(settings: Settings) -> Iterable[tuple[str, str]]:
         yield "http_port", f"is the server's ZMQ port too; change it or LMC_PORT ({settings.port})"
     if settings.enable and settings.wait_for_server:
         yield "wait_for_server", "contradicts LMC_ENABLE, which starts a server here; set one of them"
-    if settings.model is not None:
-        yield "model", "is only for LMC_XKV_NAMESPACE=auto, which this version does not have; leave it out"
     for message in _extra_args_problems(settings.extra_args):
         yield "extra_args", message
 
@@ -415,6 +447,12 @@ def _lock_problems(settings: Settings, params: AdapterParams) -> Iterable[Settin
             )
 
 
+def _without_auto(settings: Settings) -> dict[str, object]:
+    """The adapter parameters as far as they are known before the model is looked at."""
+    params = settings.adapter_params()
+    return params if not settings.namespace_is_auto else params | {"namespace": ""}
+
+
 def _params_problems(
     error: ParamsError,
     settings: Settings,
@@ -468,8 +506,10 @@ def _server_warnings(settings: Settings, params: AdapterParams) -> Iterable[str]
             f"no store is set: {params.store_paths[0]} with {params.store_gb:g} GiB is used; "
             "LMC_XKV_STORE and LMC_XKV_STORE_GB set another"
         )
-    if not params.namespace:
+    if settings.model is not None and not settings.namespace_is_auto:
+        yield "LMC_MODEL has no effect: it is for LMC_XKV_NAMESPACE=auto"
+    if not params.namespace and not settings.namespace_is_auto:
         yield (
             "no namespace is set: models of one name would share objects even if their weights, dtype or "
-            "layout differ; LMC_XKV_NAMESPACE tells them apart"
+            "layout differ; LMC_XKV_NAMESPACE=auto tells them apart"
         )

@@ -161,7 +161,7 @@ class Supervisor:
         self._ready_at = None
         self._relays += server.relays
         self._log.info("the LMCache server is starting", pid=server.pid)
-        probe = ChildProbe(server, self._settings)
+        probe = ChildProbe(server.pid, self._settings)
         if not wait_for(probe.look, self._settings.wait_s, self._sleep_while_starting):
             raise NotReady(
                 f"it was not ready within LMC_WAIT_S={self._settings.wait_s:g} seconds, waiting for "

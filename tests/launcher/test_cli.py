@@ -156,10 +156,18 @@ def test_the_check_has_a_line_for_everything(tmp_path: Path) -> None:
     port, http_port = free_ports(2)
     values = {"LMC_PORT": str(port), "LMC_HTTP_PORT": str(http_port), "LMC_L1_GB": "0.1"}
     values |= {"LMC_XKV_STORE": str(tmp_path / "s"), "LMC_XKV_STORE_GB": "0.25", "LMC_XKV_SLOTS": "64"}
-    done = run("--check", **values)
+    done = run("--check", **values, LMC_XKV_NAMESPACE="n")
     assert done.returncode == 0, done.stdout
-    assert [line.split()[0] for line in done.stdout.splitlines()].count("ok") == 7
-    assert run("--check", **values | {"LMC_L1_GB": "1000000"}).returncode == 1
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok"] * 12
+    warned = run("--check", **values)
+    assert warned.returncode == 4
+    assert warned.stdout.startswith("warning  settings: no namespace is set")
+    failed = run("--check", "--json", **values | {"LMC_L1_GB": "1000000"})
+    assert failed.returncode == 1
+    report = json.loads(failed.stdout)
+    assert report["worst"] == "failure"
+    levels = {finding["subject"]: finding["level"] for finding in report["findings"]}
+    assert (levels["memory"], levels["settings"], levels["store"]) == ("failure", "warning", "ok")
 
 
 def test_exec_becomes_the_server(tmp_path: Path) -> None:

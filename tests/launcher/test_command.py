@@ -41,8 +41,10 @@ def test_the_servers_arguments() -> None:
         *("--hash-algorithm", "blake3"),
         *("--worker-registration-grace-seconds", "604800"),
         "--l2-adapter",
-        '{"type":"native_plugin","module_path":"xkv_lmcache","class_name":"XkvL2Connector",'
-        '"adapter_params":{"store":"/dev/nvme1n1,/dev/nvme2n1","fragment_bytes":131072}}',
+        (
+            '{"type":"native_plugin","module_path":"xkv_lmcache","class_name":"XkvL2Connector",'
+            '"adapter_params":{"store":"/dev/nvme1n1,/dev/nvme2n1","fragment_bytes":131072}}'
+        ),
     ]
 
 

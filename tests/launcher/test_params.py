@@ -58,7 +58,7 @@ def test_every_error_is_reported_at_once() -> None:
             "verify": "none",
             "store_gb": 0,
             "frag": 1,
-            "port": 5557,
+            "port": 0,
             "load_deadline_s": 600,
         }
     )
@@ -74,7 +74,8 @@ def test_every_error_is_reported_at_once() -> None:
             {"store": "/a", "host": "h"},
             "host='h' chooses a gateway, but store='/a' is set too; drop one of them",
         ),
-        ({"host": "h"}, "host='h' needs the gateway, which this version does not have; leave it out"),
+        ({"shm_dir": "/shm"}, "shm_dir='/shm' is for a gateway, but neither host nor port is set"),
+        ({"token_file": "/t"}, "token_file='/t' is for a gateway, but neither host nor port is set"),
         ({"metrics_port": 1}, "metrics_port=1 needs the plugin's own metrics port"),
         ({"store_deadline_s": 300}, "store_deadline_s=300 reaches LMCache's read lock"),
         ({"load_deadline_s": float("inf")}, "load_deadline_s=inf is not a number of seconds"),

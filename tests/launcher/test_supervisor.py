@@ -298,7 +298,7 @@ def test_control_c_reaches_the_command_on_a_terminal(tmp_path: Path) -> None:
         stdout=terminal,
         stderr=terminal,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 (a moment, nothing locked)
     ) as process:
         os.close(terminal)
         output = b""
