@@ -6,15 +6,16 @@ import json
 from typing import Any, Self
 
 from xkv_lmcache._native import Connector
-from xkv_lmcache.params import AdapterParams
+from xkv_lmcache.params import DEFAULT_SHM_DIR, AdapterParams
 
 
 class XkvL2Connector(Connector):
     """A connector to a store of KV cache objects, as LMCache's `native_plugin` adapter wants it.
 
     Its keyword arguments are the adapter parameters, see `xkv_lmcache.params.AdapterParams`. The constructor raises
-    `ValueError` for parameters that cannot work or a drive with something else on it, `OSError` where the system refuses;
-    it takes nothing with it then.
+    `ValueError` for parameters that cannot work, a drive with something else on it or a gateway that refuses for good
+    (token, fragment size, protocol version), `OSError` where the system refuses; it takes nothing with it then. A gateway
+    that cannot be reached is no error: until it can, everything is a miss.
 
     `submit_batch_get`, `submit_batch_set`, `submit_batch_exists` and `submit_batch_delete` return an id at once and never
     raise. `drain_completions` returns what was answered since: `(id, ok, error, result_bools)`, with one bool per key for
@@ -29,6 +30,11 @@ class XkvL2Connector(Connector):
             store=params.store_paths,
             defaulted=params.defaulted,
             store_gb=params.store_gb,
+            host=params.gateway_host,
+            port=params.gateway_port,
+            shm_dir=params.shm_dir or DEFAULT_SHM_DIR,
+            token_file=params.token_file,
+            reopen_after_s=params.reopen_after_s,
             fragment_bytes=params.wanted_fragment_bytes,
             batch_slots=params.batch_slots,
             copy_threads=None if params.copy_threads == "auto" else params.copy_threads,

@@ -16,6 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 DEFAULT_STORE: Final = "/var/lib/xkv"
 """Where the store lives when nothing says otherwise."""
 
+DEFAULT_GATEWAY_HOST: Final = "127.0.0.1"
+DEFAULT_GATEWAY_PORT: Final = 5557
+"""Where the gateway listens when only the other of host and port is given."""
+
+DEFAULT_SHM_DIR: Final = "/dev/shm"
+"""The folder shared with the gateway."""
+
 DEFAULT_FRAGMENT_BYTES: Final = 131072
 """What `fragment_bytes="auto"` means for a new store."""
 
@@ -31,10 +38,6 @@ L1_WRITE_TTL_S: Final = 600
 MAX_NAMESPACE_BYTES: Final = 1024
 
 _UNAVAILABLE: Final = {
-    "host": "the gateway",
-    "port": "the gateway",
-    "shm_dir": "the gateway",
-    "token_file": "the gateway",
     "metrics_host": "the plugin's own metrics port",
     "metrics_port": "the plugin's own metrics port",
 }
@@ -88,8 +91,19 @@ class AdapterParams(BaseModel):
         gt=0,
         le=2**30,
     )
-    host: str | None = _parameter(None, "the gateway's host", "a host name or an address", min_length=1)
-    port: int | None = _parameter(None, "the gateway's port", "a port from 1 to 65535", ge=1, le=65535)
+    host: str | None = _parameter(
+        None,
+        f"the gateway's host, {DEFAULT_GATEWAY_HOST} if port is given",
+        "a host name or an address",
+        min_length=1,
+    )
+    port: int | None = _parameter(
+        None,
+        f"the gateway's port, {DEFAULT_GATEWAY_PORT} if host is given",
+        "a port from 1 to 65535",
+        ge=1,
+        le=65535,
+    )
     fragment_bytes: int | Literal["auto"] = _parameter(
         "auto",
         f"bytes of one fragment, one I/O; auto takes the store's, {DEFAULT_FRAGMENT_BYTES} for a new one",
@@ -168,7 +182,10 @@ class AdapterParams(BaseModel):
         "auto", "whether I/O goes round the page cache; auto tries it", '"auto", "on" or "off"'
     )
     shm_dir: str | None = _parameter(
-        None, "the folder shared with the gateway", "the path of a folder", min_length=1
+        None,
+        f"the folder shared with the gateway, {DEFAULT_SHM_DIR} if not given",
+        "the path of a folder",
+        min_length=1,
     )
     token_file: str | None = _parameter(
         None,
@@ -233,7 +250,9 @@ class AdapterParams(BaseModel):
         if size > MAX_NAMESPACE_BYTES:
             raise ValueError
         if value == "auto":
-            raise ValueError("is derived from a model, which this version cannot do; spell the namespace out")
+            raise ValueError(
+                "is for the launcher, which derives a namespace from the model; spell it out here"
+            )
         return value
 
     @field_validator("store")
@@ -275,6 +294,16 @@ class AdapterParams(BaseModel):
         return "gateway" if self.host is not None or self.port is not None else "embedded"
 
     @property
+    def gateway_host(self) -> str | None:
+        """The gateway's host, None with an embedded store."""
+        return (self.host or DEFAULT_GATEWAY_HOST) if self.mode == "gateway" else None
+
+    @property
+    def gateway_port(self) -> int:
+        """The gateway's port."""
+        return self.port or DEFAULT_GATEWAY_PORT
+
+    @property
     def defaulted(self) -> bool:
         """Whether nothing says where the store is, so that the default place is used."""
         return self.mode == "embedded" and self.store is None
@@ -311,15 +340,21 @@ def _split_paths(store: str | list[str]) -> list[str]:
 def _contradictions(raw: Mapping[str, object]) -> list[Problem]:
     """What is wrong with the parameters together, and what needs a part that is not there."""
     problems = []
+
+    def complain(key: str, message: str) -> None:
+        if raw.get(key) is not None:
+            problems.append(Problem(key, raw[key], message))
+
+    if raw.get("store") is not None:
+        for key in ("host", "port"):
+            complain(key, f"chooses a gateway, but store={raw['store']!r} is set too; drop one of them")
+    elif raw.get("host") is None and raw.get("port") is None:
+        for key in ("shm_dir", "token_file"):
+            complain(
+                key, "is for a gateway, but neither host nor port is set; set one of them or leave it out"
+            )
     for key, part in _UNAVAILABLE.items():
-        value = raw.get(key)
-        if value is None:
-            continue
-        if key in ("host", "port") and raw.get("store") is not None:
-            message = f"chooses a gateway, but store={raw['store']!r} is set too; drop one of them"
-        else:
-            message = f"needs {part}, which this version does not have; leave it out"
-        problems.append(Problem(key, value, message))
+        complain(key, f"needs {part}, which this version does not have; leave it out")
     return problems
 
 

@@ -201,7 +201,9 @@ fn token(path: &Path) -> PyResult<String> {
         }
     })?;
     match text.trim_end_matches(['\r', '\n']) {
-        "" => Err(PyValueError::new_err(format!("token_file={path:?} is empty; write the gateway's token into it"))),
+        "" => Err(PyValueError::new_err(format!(
+            "token_file={path:?} is empty; write the gateway's token into it"
+        ))),
         token => Ok(token.to_owned()),
     }
 }
