@@ -279,7 +279,9 @@ impl Reactor {
     }
 
     fn ticking(&self) -> bool {
-        self.stalled != 0 || self.window.in_flight() > 0 || !self.parked.is_empty()
+        // A slot that something else than a fragment had comes back without a message.
+        let short_of_slots = self.window.ready(Class::Load) + self.window.ready(Class::Store) > 0;
+        self.stalled != 0 || self.window.in_flight() > 0 || short_of_slots || !self.parked.is_empty()
     }
 
     /// Looks for drives that stopped answering, or answer again.
