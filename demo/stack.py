@@ -37,6 +37,9 @@ _PREFETCH = re.compile(
 
 T = TypeVar("T")
 
+# One for all: each client reads the certificate store. No proxy stands before loopback.
+_HTTP = httpx.Client(trust_env=False)
+
 
 class StackError(Exception):
     """Something that was started is not there, with the last lines it wrote."""
@@ -138,7 +141,7 @@ class Service:
                 raise StackError(
                     f"no sign of {what} within {timeout_s:g} s; {self.log.path}:\n{self.log.tail()}"
                 )
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def wait_for_text(self, text: str, mark: int, timeout_s: float) -> None:
         self.wait_for(f"the line {text!r}", lambda: text in self.log.since(mark) or None, timeout_s)
@@ -178,7 +181,7 @@ class Service:
 def answers_200(url: str) -> bool | None:
     """True when `url` answers 200, None otherwise: a probe for `Service.wait_for`."""
     try:
-        return httpx.get(url, timeout=2).status_code == 200 or None
+        return _HTTP.get(url, timeout=2).status_code == 200 or None
     except httpx.HTTPError:
         return None
 
@@ -286,7 +289,7 @@ class Serving:
         """Returns when L1 holds `objects` objects at least and L2 has answered the store of each."""
 
         def settled() -> bool | None:
-            manager = httpx.get(self.server_url("/status"), timeout=10).json()["storage_manager"]
+            manager = _HTTP.get(self.server_url("/status"), timeout=10).json()["storage_manager"]
             stores, l1 = manager["store_controller"], manager["l1_manager"]
             busy = stores["pending_keys_count"] or stores["in_flight_task_count"]
             locked = l1["write_locked_count"] or l1["read_locked_count"]
@@ -296,13 +299,19 @@ class Serving:
 
     def counters(self) -> dict[str, float]:
         """The server's unlabelled Prometheus counters and gauges by name."""
-        text = httpx.get(self.server_url("/metrics"), timeout=10).text
+        text = _HTTP.get(self.server_url("/metrics"), timeout=10).text
         found = re.findall(r"^([a-z_0-9]+) ([0-9.e+-]+)$", text, re.MULTILINE)
         return {name: float(value) for name, value in found}
 
     def l2_objects_loaded(self) -> int:
         """Objects that this server process loaded from L2, by its own counter."""
         return int(self.counters().get("lmcache_mp_l2_prefetch_load_completed_chunks_total", 0))
+
+    def vllm_tokens_taken(self) -> int:
+        """Tokens that this vLLM took from the LMCache server, by its own counter."""
+        text = _HTTP.get(f"http://127.0.0.1:{self.vllm_port}/metrics", timeout=10).text
+        found = re.search(r"^vllm:external_prefix_cache_hits_total\{.*\} ([0-9.e+]+)$", text, re.MULTILINE)
+        return int(float(found[1])) if found else 0
 
     def ask(self, prompt: str, max_tokens: int = 32) -> tuple[Answer, Hits]:
         """Greedy completion of `prompt`, and what the LMCache server found for it (zeros when there is none)."""
@@ -328,7 +337,7 @@ def complete(url: str, prompt: str, max_tokens: int) -> Answer:
     tokens: list[int] = []
     usage: dict[str, Any] = {}
     begun, first = time.monotonic(), None
-    with httpx.stream("POST", url, json=body, timeout=600) as response:
+    with _HTTP.stream("POST", url, json=body, timeout=600) as response:
         if response.status_code != 200:
             raise StackError(
                 f"vLLM answered {response.status_code}: {response.read().decode(errors='replace')}"
