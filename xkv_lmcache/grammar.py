@@ -223,6 +223,38 @@ def names(text: str) -> list[str]:
     return [name for name in re.split(r"[,\s]+", text) if name]
 
 
+def paths(text: str) -> list[str]:
+    """Paths, separated by commas, none twice."""
+    found = [path.strip() for path in text.split(",")]
+    if not all(found):
+        raise ValueError("names an empty path; remove the superfluous comma or name a path")
+    if any(path.startswith("~") for path in found):
+        raise ValueError("starts with ~, which nothing expands here; write the whole path")
+    if len(set(found)) != len(found):
+        raise ValueError("names a path twice; name each drive once")
+    return found
+
+
+def hosts(text: str) -> list[str]:
+    """Hosts as of `gateway_host`, separated by commas."""
+    found = [host.strip() for host in text.split(",")]
+    if not all(found):
+        raise ValueError("names an empty host; remove the superfluous comma or name a host")
+    return [gateway_host(host) for host in found]
+
+
+def between(parse: Callable[[str], int | float], low: float, high: float) -> Callable[[str], int | float]:
+    """A parser of numbers from `low` to `high`."""
+
+    def parse_between(text: str) -> int | float:
+        value = parse(text)
+        if not low <= value <= high:
+            raise ValueError(f"is not between {low:g} and {high:g}; write a number in between")
+        return value
+
+    return parse_between
+
+
 def _json(text: str) -> object:
     def refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(pairs)

@@ -80,9 +80,10 @@ impl Gateway {
         let gateway = py
             .detach(|| {
                 let opened = Store::open(&store)?;
-                let description = opened.describe();
+                let (id, description) = (opened.id(), opened.describe());
                 let gateway = xkv_session::Gateway::start(opened, config)?;
-                tracing::info!("{description}");
+                let addresses: Vec<String> = gateway.addresses().iter().map(SocketAddr::to_string).collect();
+                tracing::info!(store = id, listen = addresses.join(","), max_sessions, "serving a {description}");
                 Ok(gateway)
             })
             .map_err(exception)?;

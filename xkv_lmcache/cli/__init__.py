@@ -1,0 +1,23 @@
+"""The command line of the store: `xkv`."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import click
+
+from xkv_lmcache.cli.gateway import gateway
+
+
+@click.group(context_settings={"max_content_width": 110})
+@click.version_option(metadata.version("xkv-lmcache"), prog_name="xkv")
+def xkv() -> None:
+    """The persistent second tier of LMCache, without LMCache: its gateway and its stores."""
+
+
+xkv.add_command(gateway)
+
+
+def main() -> None:
+    """The console script."""
+    xkv(prog_name="xkv")
