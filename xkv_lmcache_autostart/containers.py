@@ -39,6 +39,9 @@ NAME: Final = "lmcache-server"
 LABEL: Final = "xkv-lmcache.settings"
 """The label with the digest of what a container was made from: ours have it."""
 
+STOP_LABEL: Final = "xkv-lmcache.stop-s"
+"""The label with the grace between the signal to stop and KILL, in seconds."""
+
 SHM_DIR: Final = "/dev/shm"
 
 _PASSED: Final = ("LMCACHE_*", "OTEL_*", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
@@ -89,7 +92,7 @@ def specification(
         "ulimits": list(wishes.ulimits),
         "security_opt": list(wishes.security),
         "restart": wishes.restart,
-        "stop_timeout": ceil(max(10.0, configuration.settings.stop_s)),
+        "labels": {STOP_LABEL: str(ceil(configuration.settings.stop_s))},
     }
 
 
@@ -106,10 +109,12 @@ def container_environment(
     }
     values, _ = texts(environ, options)
     passed |= {f"LMC_{field.upper()}": text for field, text in values.items()}
+    # `auto` was derived here, where the model is, and may have been in the parameters.
+    passed.pop("LMC_XKV_PARAMS", None)
     if settings.xkv_params:
         passed["LMC_XKV_PARAMS"] = compact(settings.xkv_params)
     if settings.xkv_namespace is not None:
-        passed["LMC_XKV_NAMESPACE"] = settings.xkv_namespace  # `auto` was derived here, where the model is
+        passed["LMC_XKV_NAMESPACE"] = settings.xkv_namespace
     return {name: value for name, value in passed.items() if name not in _NOT_PASSED}
 
 
@@ -230,7 +235,7 @@ def stop(name: str, remove: bool) -> None:
             click.echo(f"there is no container {name}")
             return
         if found.status == "running":
-            found.stop()
+            _stop(found)
             click.echo(f"{name} is stopped")
         else:
             click.echo(f"{name} does not run")
@@ -352,10 +357,11 @@ class _Engine:
                     f"the container {name} has other settings ({_differences(found, wanted)}); --replace ends it "
                     "and starts one with these, whose L1 is empty"
                 )
-            found.stop()
+            _stop(found)
             found.remove()
             click.echo(f"the {name} with other settings is removed")
-        arguments = self._arguments(wanted) | {"labels": {LABEL: digest}}
+        arguments = self._arguments(wanted)
+        arguments["labels"] = {**wanted["labels"], LABEL: digest}
         try:
             made = self._client.containers.create(**arguments)
         except self._docker.errors.ImageNotFound:
@@ -399,7 +405,7 @@ class _Engine:
             reason = f"it was not ready within LMC_WAIT_S={settings.wait_s:g} seconds"
         except NotReady as error:
             reason = str(error)
-        found.stop()
+        _stop(found)
         lines = found.logs(tail=TAIL_LINES).decode(errors="replace").rstrip()
         _fail(f"{name} did not start: {reason}; it is stopped, its last lines:\n{lines}")
 
@@ -410,6 +416,11 @@ class _Engine:
             return _probe(found, settings).look()
         except NotReady:
             return False
+
+
+def _stop(found: Container) -> None:
+    """TERM, the grace of its settings, KILL."""
+    found.stop(timeout=int(found.labels.get(STOP_LABEL, 10)))
 
 
 def _probe(found: Container, settings: Settings) -> ChildProbe:

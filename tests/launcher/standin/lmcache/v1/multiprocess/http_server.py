@@ -70,6 +70,7 @@ def main() -> None:
         if "ignore-term" not in words:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(128 + signal.SIGTERM)  # process 1 of a container does not end by signals
 
     signal.signal(signal.SIGTERM, end)
     if "fail" in words or ("fail-second" in words and count == 2):
