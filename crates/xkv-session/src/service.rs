@@ -2,7 +2,7 @@
 //!
 //! Whatever the client writes is copied once, then checked. A client that breaks the rules loses its session.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,6 +21,8 @@ use crate::queue::{Consumer, Corrupt, Producer, QueueMemory};
 
 /// Leases and transactions of one session at most.
 const MAX_HANDLES: usize = 16_384;
+/// Objects that wait to be read again at most; each keeps a place in the queue of replies.
+const MAX_RECHECKS: usize = 64;
 /// Shortest and longest pause while the client does not take its replies.
 const FULL: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(64));
 /// How long the end of a session waits for its thread.
@@ -111,6 +113,21 @@ struct Handles {
     txns: HashMap<u64, OpenTxn>,
 }
 
+/// Objects that the client says are damaged, to be read again one after the other.
+#[derive(Default)]
+struct Rechecks {
+    waiting: VecDeque<(Arc<Lease>, Owed)>,
+    running: bool,
+}
+
+impl Rechecks {
+    fn next(&mut self) -> Option<(Arc<Lease>, Owed)> {
+        let next = self.waiting.pop_front();
+        self.running = next.is_some();
+        next
+    }
+}
+
 /// What a session uses, for status.
 pub(crate) struct Usage {
     pub(crate) slots: u32,
@@ -137,7 +154,7 @@ pub(crate) struct Service {
     owes_space: AtomicBool,
     leases: AtomicU64,
     transactions: AtomicU64,
-    rechecking: Arc<AtomicBool>,
+    rechecks: Arc<Mutex<Rechecks>>,
 }
 
 impl Service {
@@ -161,7 +178,7 @@ impl Service {
             owes_space: AtomicBool::new(false),
             leases: AtomicU64::new(0),
             transactions: AtomicU64::new(0),
-            rechecking: Arc::new(AtomicBool::new(false)),
+            rechecks: Arc::default(),
         });
         let running = service.clone();
         let thread = std::thread::Builder::new().name("xkv-ring".into()).spawn(move || running.run())?;
@@ -441,22 +458,31 @@ impl Service {
         let Some(lease) = handles.leases.remove(&owed.request.handle) else {
             return owed.give(Status::Invalid);
         };
-        if self.rechecking.swap(true, Ordering::SeqCst) {
-            // One at a time: the next load of the object complains again.
-            return owed.give(Status::Busy);
-        }
-        let (store, rechecking, ended) = (self.store.clone(), self.rechecking.clone(), self.ended.clone());
-        let recheck = move || {
-            let damaged = !intact(&lease, store.fragment_bytes(), &ended);
-            if damaged {
-                store.discard(&lease);
+        {
+            let mut rechecks = self.rechecks.lock();
+            if rechecks.waiting.len() >= MAX_RECHECKS {
+                // The next load of the object complains again.
+                drop(rechecks);
+                return owed.give(Status::Busy);
             }
-            rechecking.store(false, Ordering::SeqCst);
-            owed.give_value(Status::Done, 0, damaged.into(), FragmentSums::default());
+            rechecks.waiting.push_back((lease, owed));
+            if std::mem::replace(&mut rechecks.running, true) {
+                return;
+            }
+        }
+        let (store, rechecks, ended) = (self.store.clone(), self.rechecks.clone(), self.ended.clone());
+        let recheck = move || {
+            loop {
+                let Some((lease, owed)) = rechecks.lock().next() else { return };
+                let damaged = !intact(&lease, store.fragment_bytes(), &ended);
+                if damaged {
+                    store.discard(&lease);
+                }
+                drop(lease);
+                owed.give_value(Status::Done, 0, damaged.into(), FragmentSums::default());
+            }
         };
         if let Err(error) = std::thread::Builder::new().name("xkv-recheck".into()).spawn(recheck) {
-            // The answer went with the closure: the client's deadline ends its wait.
-            self.rechecking.store(false, Ordering::SeqCst);
             self.replies.blame(format!("cannot start a thread: {error}"));
         }
     }

@@ -6,7 +6,11 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::*;
+use xkv_session::control::{self, Frames, Message, Welcome};
 use xkv_session::entry::{Operation, Status};
+use xkv_session::memory::{Geometry, RingMemory};
+use xkv_session::pass::{Access, Handover};
+use xkv_session::queue::Consumer;
 use xkv_session::{GatewayConfig, Session, client};
 use xkv_store::io::device::testing::{Calls, MemoryDevice, StallDevice};
 
@@ -192,6 +196,94 @@ fn a_damaged_object_is_removed_only_when_the_gateway_finds_it_damaged() {
     memory.flip(at as u64, 1);
     assert_eq!(complain(), 1);
     assert_eq!(get(&session, &key("a")).unwrap(), None);
+}
+
+#[test]
+fn many_damaged_objects_at_once_are_all_removed() {
+    let memory = MemoryDevice::new(32 << 20);
+    let rig = rig_with(memory.clone(), |_| ());
+    let session = rig.open();
+    let names: Vec<_> = (0..50).map(|i| key(&format!("{i}"))).collect();
+    for (i, name) in names.iter().enumerate() {
+        put(&session, name, &contents(i as u64 + 1, 5000)).unwrap();
+    }
+    let mut image = vec![0; 32 << 20];
+    xkv_store::io::Device::read_at(&*memory, &mut image, 0).unwrap();
+    let mut complaints = Vec::new();
+    for (i, name) in names.iter().enumerate() {
+        let start = &contents(i as u64 + 1, 64)[..];
+        let block = image.chunks(FRAGMENT).position(|block| block.starts_with(start)).unwrap();
+        memory.flip((block * FRAGMENT) as u64, 1);
+        let opened = call(&session, Operation::Open, Some(key_slot(&session, name)), 0, 0).reply.unwrap();
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let discard = client::Call {
+            operation: Operation::Discard,
+            slot: None,
+            handle: opened.handle,
+            argument: 0,
+            sums: Default::default(),
+        };
+        session.call(discard, Box::new(move |answer| _ = sender.send(answer.reply.unwrap())));
+        complaints.push(receiver);
+    }
+    for complaint in complaints {
+        let reply = complaint.recv_timeout(PATIENCE).unwrap();
+        assert_eq!((reply.status, reply.value), (Status::Done, 1));
+    }
+    assert_eq!(rig.store.stats().objects, 0);
+}
+
+/// Against a gateway that hands a session over and then takes two of five requests out of the ring.
+#[test]
+fn calls_that_a_gateway_had_not_taken_when_it_left_are_told_apart() {
+    for silent in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let config = client_config(listener.local_addr().unwrap(), folder.path());
+        let opening = std::thread::spawn(move || Session::open(&config).unwrap());
+        let (mut stream, _) = listener.accept().unwrap();
+        assert!(matches!(Frames::default().next(&mut stream), Ok(Some(Message::Hello(_)))));
+        let (memory, fd) = RingMemory::create(Geometry::new(16, FRAGMENT as u32), 7).unwrap();
+        let handover = Handover::listen(folder.path(), "00", 1, Access { mode: 0o600, group: None }).unwrap();
+        let welcome = Welcome {
+            version: control::VERSION,
+            store: "00".into(),
+            generation: 7,
+            fragment_bytes: FRAGMENT as u32,
+            slots: 16,
+            drives: 1,
+            socket: handover.name(),
+            ticket: 9,
+            heartbeat_ms: 100,
+            description: String::new(),
+        };
+        control::send(&mut stream, &Message::Welcome(welcome)).unwrap();
+        handover.give(fd, 9, PATIENCE, || false).unwrap();
+        let session = opening.join().unwrap();
+        let (sender, receiver) = std::sync::mpsc::channel();
+        for number in 0..5 {
+            let lookup = client::Call {
+                operation: Operation::Lookup,
+                slot: Some(slot(&session)),
+                handle: 0,
+                argument: 0,
+                sums: Default::default(),
+            };
+            let sender = sender.clone();
+            let done = move |answer: xkv_session::Answer| {
+                _ = sender.send((number, answer.reply.unwrap_err().is_unsent()));
+            };
+            session.call(lookup, Box::new(done));
+        }
+        let mut requests = Consumer::new(memory.submissions());
+        assert!(requests.pop().unwrap().is_some() && requests.pop().unwrap().is_some());
+        let kept = Some(stream).filter(|_| silent);
+        let answers: Vec<_> = (0..5).map(|_| receiver.recv_timeout(PATIENCE).unwrap()).collect();
+        // Silent, it may take the others later; gone, it cannot.
+        assert_eq!(answers, [0, 1, 2, 3, 4].map(|number| (number, number >= 2 && !silent)));
+        assert!(call(&session, Operation::Lookup, None, 0, 0).reply.unwrap_err().is_unsent());
+        drop(kept);
+    }
 }
 
 #[test]
