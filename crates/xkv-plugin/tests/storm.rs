@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{Client, FRAGMENT, MIB, Memory, Via, config, contents};
+use common::{Client, FRAGMENT, MIB, Memory, Via, both_ways, config, contents};
 use xkv_plugin::Config;
 use xkv_store::io::Device;
 use xkv_store::io::device::testing::{Calls, Effect, Fault, FaultyDevice, MemoryDevice, StallDevice};
@@ -32,27 +32,32 @@ fn size(object: u64) -> usize {
     [1, 100, FRAGMENT, FRAGMENT + 1, 5 * FRAGMENT, 30 * FRAGMENT + 7][object as usize % 6]
 }
 
-#[test]
-fn a_random_storm_with_faults_is_answered_exactly_once() {
+both_ways! {
+    a_random_storm_with_faults_is_answered_exactly_once,
+}
+
+fn a_random_storm_with_faults_is_answered_exactly_once(via: Via) {
     for seed in 1..=4 {
-        storm(seed);
+        storm(via, seed);
     }
 }
 
-fn storm(seed: u64) {
+/// A gateway also restarts now and then.
+fn storm(via: Via, seed: u64) {
     let faulty: Vec<Arc<FaultyDevice>> =
         (0..3).map(|i| FaultyDevice::new(MemoryDevice::named(&format!("{i}"), 8 * MIB))).collect();
     let stalling: Vec<Arc<StallDevice>> =
         faulty.iter().map(|drive| StallDevice::new(drive.clone())).collect();
     let drives: Vec<Arc<dyn Device>> = stalling.iter().map(|drive| drive.clone() as _).collect();
     let settings = Config {
-        wait_timeout: Duration::from_millis(60),
+        // Longer than twice a gateway's heartbeat.
+        wait_timeout: Duration::from_millis(if via == Via::Gateway { 150 } else { 60 }),
         load_deadline: Duration::from_millis(400),
         store_deadline: Duration::from_millis(400),
         max_pending_store_bytes: 2 * MIB,
         ..config()
     };
-    let mut client = Client::on(Via::Embedded, &drives, 24, settings);
+    let mut client = Client::on(via, &drives, 24, settings);
     let mut random = Random(seed * 0x1234_5678_9ABC_DEF1);
     let mut asked: HashMap<u64, Asked> = HashMap::new();
     let mut hits = 0;
@@ -83,6 +88,15 @@ fn storm(seed: u64) {
                 .inject(Fault { times: 2, ..Fault::every(Calls::READS, Effect::Errno(libc::EIO)) }),
             9 => faulty[drive].inject(Fault { times: 2, ..Fault::every(Calls::READS, Effect::Lie) }),
             10 => faulty[drive].inject(Fault { times: 2, ..Fault::every(Calls::READS, Effect::Short) }),
+            11 => {
+                if let Some(rig) = &mut client.rig {
+                    // What the old store still had in flight would reach the drives after the new one opened them.
+                    stalling.iter().for_each(|drive| drive.resume());
+                    faulty.iter().for_each(|drive| drive.heal());
+                    rig.stop();
+                    rig.start();
+                }
+            }
             _ => {}
         }
         hits += check(&mut client, &mut asked);

@@ -125,7 +125,7 @@ pub struct Client {
     pub connector: Connector,
     answers: HashMap<u64, Completion>,
     /// The gateway of its own, if it has one; dropped after the connector.
-    rig: Option<Rig>,
+    pub rig: Option<Rig>,
 }
 
 impl Client {
