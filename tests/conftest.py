@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.backends import Backend
+
 # Whatever a test starts: nothing is reported, nothing is fetched.
 os.environ.update(LMCACHE_TRACK_USAGE="false", DO_NOT_TRACK="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
 
@@ -34,3 +36,11 @@ def loop_devices(tmp_path: Path) -> Iterator[LoopDevices]:
     yield make
     for device in attached:
         subprocess.run(["losetup", "--detach", str(device)], check=True)
+
+
+@pytest.fixture(params=["embedded", "gateway"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """The way to a store: each test runs once with a store in the connector's process, once through a gateway."""
+    backend = Backend(request.param)
+    yield backend
+    backend.close()

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from demo.bench import plugin
 from demo.stack import CHUNK, Service, answers_200, free_ports, prefetches
+from tests.backends import Backend
 
 pytestmark = [pytest.mark.lmcache, pytest.mark.matrix]
 
@@ -23,10 +25,10 @@ SIZE = 1_000_001
 
 @contextmanager
 def storage_process(
-    mode: str, store: Path, **adapter_params: str
+    mode: str, backend: Backend, store: Path, **adapter_params: str
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
     """LMCache's storage manager in a process that has done `mode`, and what it said."""
-    adapter = json.dumps(plugin(store=str(store), store_gb=0.5, **adapter_params))
+    adapter = json.dumps(plugin(**backend.params(store, store_gb=0.5, **adapter_params)))
     command = [sys.executable, str(PROGRAM), mode, adapter, str(COUNT), str(SIZE)]
     log = store / f"{mode}.log"
     with log.open("w") as errors:
@@ -44,8 +46,8 @@ def storage_process(
 
 
 @pytest.mark.parametrize("end", ["close", "kill -9"])
-def test_another_process_loads_what_was_stored(end: str, tmp_path: Path) -> None:
-    with storage_process("store", tmp_path) as (process, said):
+def test_another_process_loads_what_was_stored(end: str, backend: Backend, tmp_path: Path) -> None:
+    with storage_process("store", backend, tmp_path) as (process, said):
         assert said == {"stored": COUNT}
         if end == "close":
             process.communicate(input="", timeout=60)
@@ -53,17 +55,33 @@ def test_another_process_loads_what_was_stored(end: str, tmp_path: Path) -> None
         else:
             process.kill()
             process.wait()
-    with storage_process("load", tmp_path) as (_, said):
+    with storage_process("load", backend, tmp_path) as (_, said):
         assert said == {"hits": COUNT, "l1": 0, "wrong": 0}
 
 
-def test_another_namespace_shares_nothing(tmp_path: Path) -> None:
-    with storage_process("store", tmp_path, namespace="revision 1"):
+def test_another_namespace_shares_nothing(backend: Backend, tmp_path: Path) -> None:
+    with storage_process("store", backend, tmp_path, namespace="revision 1"):
         pass
-    with storage_process("load", tmp_path, namespace="revision 2") as (_, said):
+    with storage_process("load", backend, tmp_path, namespace="revision 2") as (_, said):
         assert said == {"hits": 0, "l1": 0, "wrong": 0}
-    with storage_process("load", tmp_path, namespace="revision 1") as (_, said):
+    with storage_process("load", backend, tmp_path, namespace="revision 1") as (_, said):
         assert said == {"hits": COUNT, "l1": 0, "wrong": 0}
+
+
+VARIABLES = {
+    "store": "LMC_XKV_STORE",
+    "store_gb": "LMC_XKV_STORE_GB",
+    "host": "LMC_XKV_HOST",
+    "port": "LMC_XKV_PORT",
+    "shm_dir": "LMC_XKV_SHM_DIR",
+    "batch_slots": "LMC_XKV_SLOTS",
+    "reopen_after_s": "LMC_XKV_REOPEN_S",
+}
+"""The launcher's variable for each of the plugin's parameters that are used here."""
+
+
+def variable_text(value: object) -> str:
+    return ",".join(value) if isinstance(value, list) else str(value)
 
 
 SEQUENCES = 3
@@ -71,7 +89,7 @@ TOKENS = 4 * CHUNK
 
 
 @contextmanager
-def server(store: Path, log: Path) -> Iterator[tuple[Service, int, int]]:
+def server(params: dict[str, Any], log: Path) -> Iterator[tuple[Service, int, int]]:
     """The LMCache server, run in place by the launcher; its service, ZMQ port and HTTP port."""
     port, http_port = free_ports(2)
     env = {
@@ -79,8 +97,7 @@ def server(store: Path, log: Path) -> Iterator[tuple[Service, int, int]]:
         "LMC_HTTP_PORT": str(http_port),
         "LMC_L1_GB": "1",
         "LMC_CHUNK": str(CHUNK),
-        "LMC_XKV_STORE": str(store),
-        "LMC_XKV_STORE_GB": "0.5",
+        **{VARIABLES[name]: variable_text(value) for name, value in params.items()},
     }
     with Service([sys.executable, "-m", "xkv_lmcache_autostart", "--exec"], log, env) as service:
         health = f"http://127.0.0.1:{http_port}/healthcheck"
@@ -101,15 +118,16 @@ def drive(port: int, http_port: int) -> str:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_restarted_server_finds_everything_in_l2(how: signal.Signals, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    store.mkdir()
-    with server(store, tmp_path / "first.log") as (service, port, http_port):
+def test_a_restarted_server_finds_everything_in_l2(
+    how: signal.Signals, backend: Backend, tmp_path: Path
+) -> None:
+    params = backend.params(tmp_path / "store", store_gb=0.5)
+    with server(params, tmp_path / "first.log") as (service, port, http_port):
         output = drive(port, http_port)
         assert output.count("STORE: stored") == SEQUENCES, output
         service.process.send_signal(how)
         service.process.wait(60)
-    with server(store, tmp_path / "second.log") as (service, port, http_port):
+    with server(params, tmp_path / "second.log") as (service, port, http_port):
         output = drive(port, http_port)
         assert "STORE: stored" not in output, output
         assert output.count("RETRIEVE: retrieved") == 2 * SEQUENCES, output

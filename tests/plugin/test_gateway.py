@@ -17,10 +17,11 @@ from typing import Any
 import psutil
 import pytest
 
+from demo.gateway import GatewayProcess
 from xkv_lmcache import XkvL2Connector
 
 from .client import Buffer, Client, contents
-from .gateway_process import GatewayProcess, Relay
+from .relay import Relay
 
 SIZE = 50_000
 WAIT_S = 1.0
@@ -268,6 +269,7 @@ def test_names_and_addresses(tmp_path: Path, host: str) -> None:
 WRITER = """
 import os, sys
 from tests.plugin.client import Buffer, contents
+from demo.gateway import GatewayProcess
 from xkv_lmcache import XkvL2Connector
 import json
 connector = XkvL2Connector(**json.loads(sys.argv[1]))

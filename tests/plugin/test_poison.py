@@ -18,6 +18,7 @@ import pytest
 import torch
 from lmcache.v1.distributed import api
 
+from tests.backends import Backend
 from tests.e2e.storage_process import contents, key, open_manager, prefetch, view
 from xkv_lmcache import XkvL2Connector
 
@@ -112,13 +113,13 @@ def damage(file: Path, numbers: range) -> None:
 
 
 def test_unfilled_buffers_of_failed_loads_are_never_stored_nor_hit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = {
         "type": "native_plugin",
         "module_path": __name__,
         "class_name": "Watched",
-        "adapter_params": {"store": str(tmp_path), "store_gb": 0.03, "fragment_bytes": FRAGMENT},
+        "adapter_params": backend.params(tmp_path, store_gb=0.03, fragment_bytes=FRAGMENT),
     }
     layout = api.MemoryLayoutDesc(shapes=[torch.Size([SIZE])], dtypes=[torch.uint8])
     manager = open_manager(json.dumps(adapter))
