@@ -202,6 +202,8 @@ VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Fewer processes, each of which imports everything again.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "LMCACHE_TRACK_USAGE": "false",
 }
@@ -253,7 +255,7 @@ class Serving:
             self.service.wait_for("a ready LMCache server", lambda: answers_200(health), 180)
             say("the LMCache server is ready; vLLM loads the model")
         url = f"http://127.0.0.1:{self.vllm_port}/health"
-        self.service.wait_for("a ready vLLM", lambda: answers_200(url), 300)
+        self.service.wait_for("a ready vLLM", lambda: answers_200(url), 600)
 
     def server_pid(self) -> int:
         """The process id of the LMCache server."""

@@ -15,7 +15,8 @@ import pytest
 
 from demo.stack import CHUNK, Answer, Hits, Serving
 
-pytestmark = [pytest.mark.lmcache, pytest.mark.vllm]
+# Three minutes alone on two cores; a machine that is busy with other things may take its time.
+pytestmark = [pytest.mark.lmcache, pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 OBJECTS = 5
 
