@@ -181,6 +181,21 @@ fn a_frozen_gateway_costs_one_wait_and_late_data_lands_nowhere() {
     assert_eq!(client.load("new", 5 * FRAGMENT), Some(contents(99, 5 * FRAGMENT)));
 }
 
+#[test]
+fn a_lost_session_is_opened_again_at_once() {
+    let drive = StallDevice::new(MemoryDevice::new(32 * MIB));
+    let rig = Rig::on(&[drive.clone()]);
+    let never = Duration::from_secs(3600);
+    let backend = Gateway::open(rig.client_config(16, &quick()), never).unwrap();
+    let mut client = Client::over(Arc::new(backend), quick());
+    assert!(client.put("a", 1, 5000));
+    drive.stall(Calls::READS);
+    assert_eq!(client.load("a", 5000), None);
+    await_that("without a pause", || session(&client, "reopened") == 1);
+    drive.resume();
+    assert_eq!(client.load("a", 5000), Some(contents(1, 5000)));
+}
+
 /// Stalled means silent for `wait_timeout`, by drive, as long as the gateway has something else to do.
 #[test]
 fn a_stalled_drive_of_a_busy_gateway_costs_its_own_objects_only() {

@@ -48,7 +48,7 @@ codes! {
     /// What a request asks for.
     Operation {
         /// Slot: `argument` digests of 32 bytes, at most a slot full. Reply: the slot holds a u64 each: 0 absent, else the set of
-        /// drives (bit i mod 64 of drive i).
+        /// drives (bit i of drive i; drives from 63 on share bit 63).
         Lookup = 1,
         /// Slot: namespace length (u32), key length (u32), namespace, key. Reply: handle of a lease, `value` = object
         /// size; the slot holds a byte per fragment, its drive mod 256, as far as a slot reaches.

@@ -16,7 +16,7 @@ use super::{Phase, Shared};
 const HURRY: Duration = Duration::from_millis(100);
 /// A refusal that only another gateway or other settings can change is tried again after so many times the pause.
 const SLOWLY: u32 = 6;
-/// A session that ended sooner is not opened again at once.
+/// Sessions that end sooner, one after the other, are not opened again at once.
 const SHORT_LIVED: Duration = Duration::from_secs(1);
 /// At most so many lines about sessions within a minute; statistics show every change.
 const LINES_PER_MINUTE: usize = 6;
@@ -41,6 +41,8 @@ pub struct Keeper {
     next_attempt: Instant,
     /// When the current session was opened, or the last one.
     opened: Option<Instant>,
+    /// Number of the latest sessions that did not live long.
+    short_lived: u32,
     /// What was said last about why there is no session.
     said: String,
     lines: VecDeque<Instant>,
@@ -55,6 +57,7 @@ impl Keeper {
             attempting: false,
             next_attempt: Instant::now(),
             opened: None,
+            short_lived: 0,
             said: String::new(),
             lines: VecDeque::new(),
         }
@@ -72,7 +75,7 @@ impl Keeper {
                     self.attempting = false;
                     match outcome.and_then(usable) {
                         Ok(session) => self.open(session),
-                        Err(error) => self.failed(error),
+                        Err(error) => self.failed(&error),
                     }
                 }
                 Ok(Event::Ended(reason)) => self.ended(&reason),
@@ -209,8 +212,8 @@ impl Keeper {
         }
     }
 
-    fn failed(&mut self, error: SessionError) {
-        let pause = self.pause(&error);
+    fn failed(&mut self, error: &SessionError) {
+        let pause = self.pause(error);
         self.next_attempt = Instant::now() + pause;
         let text = error.to_string();
         {
@@ -222,9 +225,11 @@ impl Keeper {
             state.reason.clone_from(&text);
         }
         let first = self.first.take();
-        // Who made the backend is told, and says it.
-        let refused_first = first.is_some() && error.is_permanent();
-        if !refused_first && (first.is_some() || error.is_permanent()) && self.said != text {
+        let is_first = first.is_some();
+        // Who makes the backend is told of a refusal and says it, unless it has stopped waiting.
+        let told = first.is_some_and(|first| first.send(Err(error.clone())).is_ok());
+        let news = (is_first || error.is_permanent()) && self.said != text;
+        if news && !(told && error.is_permanent()) {
             let seconds = self.shared.reopen_after.as_secs_f64();
             let text = text.clone();
             if error.is_permanent() {
@@ -238,9 +243,6 @@ impl Keeper {
             }
         }
         self.said = text;
-        if let Some(first) = first {
-            let _ = first.send(Err(error));
-        }
     }
 
     fn ended(&mut self, reason: &SessionError) {
@@ -260,8 +262,9 @@ impl Keeper {
             }
         }
         self.shared.refuse(refused);
-        self.next_attempt = match lived {
-            lived if lived >= SHORT_LIVED => now,
+        self.short_lived = if lived < SHORT_LIVED { self.short_lived + 1 } else { 0 };
+        self.next_attempt = match self.short_lived {
+            0..=1 => now,
             _ if idle => now + HURRY,
             _ => now + jittered(self.shared.reopen_after),
         };
