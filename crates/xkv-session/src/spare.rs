@@ -30,16 +30,26 @@ fn machine() -> Option<u64> {
 
 /// What the tightest control group leaves, version 2 or 1.
 fn limits() -> Option<u64> {
-    let root = Path::new("/sys/fs/cgroup");
     let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let path = own.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
-    // Without a namespace of its own a container sees the host's path, which is not below its root: then the root counts.
-    let leaf: PathBuf = if root.join(path).exists() { root.join(path) } else { root.into() };
-    let folders = leaf.ancestors().take_while(|folder| folder.starts_with(root));
-    folders
-        .filter_map(|folder| left(folder, "memory.max", "memory.current"))
-        .chain(left(&root.join("memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"))
+    let root = Path::new("/sys/fs/cgroup");
+    let second = groups(root, &own, "").into_iter();
+    let first = groups(&root.join("memory"), &own, "memory").into_iter();
+    second
+        .filter_map(|folder| left(&folder, "memory.max", "memory.current"))
+        .chain(first.filter_map(|folder| left(&folder, "memory.limit_in_bytes", "memory.usage_in_bytes")))
         .min()
+}
+
+/// The folders of the control groups over this process, from its own up to `root`, of the hierarchy that has
+/// `controller`; `own` is what /proc/self/cgroup says.
+fn groups(root: &Path, own: &str, controller: &str) -> Vec<PathBuf> {
+    let path = own.lines().find_map(|line| {
+        let (controllers, path) = line.split_once(':')?.1.split_once(":/")?;
+        controllers.split(',').any(|each| each == controller).then_some(path)
+    });
+    // Without a namespace of its own a container sees the host's path, which is not below its root: then the root counts.
+    let leaf = path.map(|path| root.join(path)).filter(|leaf| leaf.exists()).unwrap_or_else(|| root.into());
+    leaf.ancestors().take_while(|folder| folder.starts_with(root)).map(Path::to_owned).collect()
 }
 
 /// Limit less use, where page cache counts as free. None: no limit.
@@ -74,6 +84,20 @@ mod tests {
         assert_eq!(left(), Some(500));
         put("memory.current", "1500\n");
         assert_eq!(left(), Some(0));
+    }
+
+    #[test]
+    fn the_groups_over_a_process_are_found_in_either_hierarchy() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        std::fs::create_dir_all(root.join("a/b")).unwrap();
+        let own = "9:cpu,memory:/a/b\n3:pids:/a\n0::/a\n";
+        let found = |controller| groups(root, own, controller);
+        assert_eq!(found("memory"), [root.join("a/b"), root.join("a"), root.into()]);
+        assert_eq!(found(""), [root.join("a"), root.into()]);
+        assert_eq!(found("devices"), [root]);
+        // The host's path, seen from a container.
+        assert_eq!(groups(root, "4:memory:/host/path\n", "memory"), [root]);
     }
 
     #[test]
