@@ -6,6 +6,10 @@ SHELL := /bin/bash
 PYTHON ?= python3
 # Model of `make run`: tiny (made on the spot, random weights) or smollm2 (SmolLM2-135M-Instruct from a package).
 MODEL ?= tiny
+# 1: `make run` goes through a gateway, `xkv gateway serve`.
+GATEWAY ?= 0
+# How long `make soak` takes in all.
+MINUTES ?= 30
 # Further arguments of pytest, such as `make test ARGS="-k matrix -x"`.
 ARGS ?=
 
@@ -22,9 +26,9 @@ setup:  ## Make .venv: LMCache, vLLM, the tools, and this project compiled into 
 	@$(PYTHON) scripts/setup.py main
 
 .PHONY: run
-run:  ## Show KV cache surviving a server restart, with real LMCache and real vLLM (MODEL=tiny|smollm2)
+run:  ## Show KV cache surviving a server restart, with real LMCache and real vLLM (MODEL=tiny|smollm2, GATEWAY=1)
 	@$(PYTHON) scripts/setup.py main $(filter smollm2,$(MODEL))
-	@$(BIN)/python -m demo --model $(MODEL)
+	@$(BIN)/python -m demo --model $(MODEL) $(if $(filter 1,$(GATEWAY)),--gateway)
 
 .PHONY: test
 test: setup  ## Run every test: Rust, Python, end to end
@@ -48,6 +52,10 @@ lint: setup  ## Check format, lints, types, and the stubs against the compiled m
 .PHONY: bench
 bench: setup  ## Compare our adapter with LMCache's fs_native, by LMCache's own benchmark
 	@$(BIN)/python -m demo.bench
+
+.PHONY: soak
+soak: setup  ## Load while stores replace and evict the same keys, through both backends (MINUTES=30)
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 .PHONY: clean
 clean:  ## Remove what the targets above made, environments included

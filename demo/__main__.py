@@ -1,4 +1,7 @@
-"""`make run`: one prompt, answered cold, from L1, and from L2 after the server was killed and after all was restarted."""
+"""`make run`: one prompt, answered cold, from L1, and from L2 after the server was killed and after all was restarted.
+
+With `--gateway` (`make run GATEWAY=1`) the store is a gateway's, which is killed too while the server lives.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from demo.gateway import DIES_WITH_PARENT, GatewayProcess
 from demo.model import MODELS, make
 from demo.stack import CHUNK, ROOT, Answer, Hits, Serving, StackError, signals_as_exceptions
 
@@ -94,15 +99,36 @@ def table_of(phases: list[Phase]) -> Table:
     return table
 
 
-def play(model: str, run: Path, models: Path, say: Progress) -> tuple[list[Phase], Path]:
+def play(
+    model: str, run: Path, models: Path, say: Progress, *, through_gateway: bool = False
+) -> tuple[list[Phase], Path]:
     """Plays all phases with its store and logs in the folder `run`; returns them and the store's folder."""
     say(f"model {model}: " + ("there" if (models / model / "complete").exists() else "making it"))
     folder = make(model, models)
     store = run / "store"
     shutil.rmtree(store, ignore_errors=True)
     store.mkdir(parents=True)
-    adapter_params = {"store": str(store), "store_gb": STORE_GB, "namespace": model}
-    prompt = prompt_of(model)
+    if not through_gateway:
+        adapter_params = {"store": str(store), "store_gb": STORE_GB, "namespace": model}
+        return phases_of(folder, run, adapter_params, prompt_of(model), None, say), store
+    log = run / "gateway.log"
+    log.unlink(missing_ok=True)
+    say(f"starting the gateway; log: {log}")
+    settings: dict[str, Any] = {"store_gb": STORE_GB, "fragment_bytes": "auto"}
+    with GatewayProcess(store, log=log, prefix=DIES_WITH_PARENT, **settings) as gateway:
+        adapter_params = {**gateway.params, "batch_slots": 1024, "namespace": model}
+        return phases_of(folder, run, adapter_params, prompt_of(model), gateway, say), store
+
+
+def phases_of(
+    model: Path,
+    run: Path,
+    adapter_params: dict[str, Any],
+    prompt: str,
+    gateway: GatewayProcess | None,
+    say: Progress,
+) -> list[Phase]:
+    """Asks `prompt` in every phase; with a `gateway`, also while that is dead and when it is back."""
     phases: list[Phase] = []
 
     def ask(name: str, source: str | None) -> None:
@@ -111,7 +137,7 @@ def play(model: str, run: Path, models: Path, say: Progress) -> tuple[list[Phase
         say(f"{name}: first token after {answer.ttft_s:.2f} s, {answer.cached_tokens} tokens from the cache")
 
     say(f"starting the LMCache server and vLLM; log: {run / 'first.log'}")
-    with Serving(folder, run / "first.log", adapter_params) as serving:
+    with Serving(model, run / "first.log", adapter_params) as serving:
         serving.wait_until_ready(say)
         say("serving")
         ask("cold", None)
@@ -120,13 +146,35 @@ def play(model: str, run: Path, models: Path, say: Progress) -> tuple[list[Phase
         say("kill -9 of the LMCache server; vLLM goes on, the launcher starts another server")
         serving.end_server(signal.SIGKILL)
         ask("L2 hit, server killed", L2)
+        if gateway is not None:
+            server = serving.server_pid()
+            say("kill -9 of the gateway; the LMCache server and vLLM go on")
+            gateway.end(signal.SIGKILL)
+            ask("gateway killed", None)
+            serving.settle(phases[0].answer.prompt_tokens // CHUNK)
+            say("starting another gateway on the store; emptying L1")
+            gateway.start()
+            _await_session(gateway)
+            serving.clear_l1()
+            ask("L2 hit, gateway back", L2)
+            if serving.server_pid() != server:
+                raise StackError(f"the LMCache server was restarted; {serving.service.log.path}")
         say("ending vLLM and the server")
     say(f"starting both again on the same store; log: {run / 'second.log'}")
-    with Serving(folder, run / "second.log", adapter_params) as serving:
+    with Serving(model, run / "second.log", adapter_params) as serving:
         serving.wait_until_ready(say)
         ask("L2 hit, all restarted", L2)
         say("ending vLLM and the server")
-    return phases, store
+    return phases
+
+
+def _await_session(gateway: GatewayProcess) -> None:
+    """Returns when the LMCache server has found the gateway."""
+    deadline = time.monotonic() + 30
+    while not gateway.status()["sessions"]:
+        if time.monotonic() > deadline:
+            raise StackError(f"nobody has opened a session for 30 s; {gateway.log}")
+        time.sleep(0.05)
 
 
 def main() -> int:
@@ -138,11 +186,18 @@ def main() -> int:
     parser.add_argument(
         "--models", type=Path, default=RUN / "models", help="where models are; default: %(default)s"
     )
+    parser.add_argument("--gateway", action="store_true", help="the store is a gateway's")
     arguments = parser.parse_args()
     say = Progress()
     try:
         with signals_as_exceptions():
-            phases, store = play(arguments.model, arguments.folder.resolve(), arguments.models.resolve(), say)
+            phases, store = play(
+                arguments.model,
+                arguments.folder.resolve(),
+                arguments.models.resolve(),
+                say,
+                through_gateway=arguments.gateway,
+            )
     except StackError as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
@@ -162,17 +217,23 @@ def main() -> int:
         for line in wrong:
             print(f"FAILED {line}", file=sys.stderr)
         return 1
-    parameters = json.dumps({"store": "/var/lib/xkv", "store_gb": 200})
+    parameters: dict[str, Any]
+    if arguments.gateway:
+        parameters, first = {"host": "127.0.0.1", "port": 5557}, "LMC_XKV_PORT=5557"
+        own = "xkv gateway serve --store=/var/lib/xkv --store-gb=200 &\n  "
+    else:
+        parameters = {"store": "/var/lib/xkv", "store_gb": 200}
+        first, own = "LMC_XKV_STORE=/var/lib/xkv LMC_XKV_STORE_GB=200", ""
     print(f"""
 The store is {store} ({STORE_GB} GiB). With a vLLM of your own, in an environment that has lmcache and this package:
 
-  LMC_ENABLE=1 LMC_L1_GB=20 LMC_XKV_STORE=/var/lib/xkv LMC_XKV_STORE_GB=200 \\
+  {own}LMC_ENABLE=1 LMC_L1_GB=20 {first} \\
     python3 -m xkv_lmcache_autostart -- vllm serve MODEL
 
 or, for an LMCache server you start yourself:
 
   --l2-adapter '{{"type": "native_plugin", "module_path": "xkv_lmcache", "class_name": "XkvL2Connector",
-    "adapter_params": {parameters}}}'""")
+    "adapter_params": {json.dumps(parameters)}}}'""")
     return 0
 
 

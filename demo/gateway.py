@@ -18,6 +18,8 @@ from typing import Any, Self
 
 import psutil
 
+from demo.stack import StackError
+
 START_S = 60
 """A loaded machine may take so long to start an interpreter."""
 
@@ -119,13 +121,13 @@ class GatewayProcess:
             self.await_listening()
 
     def await_listening(self) -> None:
-        """Returns when it says that it listens. RuntimeError with its log when it ends or the time is over."""
+        """Returns when it says that it listens. StackError with its log when it ends or the time is over."""
         assert self.process is not None
         deadline = time.monotonic() + START_S
         while LISTENING not in (text := self.log.read_bytes()[self._mark :]):
             if (code := self.process.poll()) is not None or time.monotonic() > deadline:
                 said = text.decode(errors="replace")
-                raise RuntimeError(f"the gateway does not listen (exit code {code}); {self.log}:\n{said}")
+                raise StackError(f"the gateway does not listen (exit code {code}); {self.log}:\n{said}")
             time.sleep(0.01)
 
     def end(self, number: int = signal.SIGTERM) -> int:

@@ -299,6 +299,10 @@ class Serving:
 
         self.service.wait_for("the end of LMCache's stores", settled, 120)
 
+    def clear_l1(self) -> None:
+        """Empties L1 alone."""
+        httpx.post(self.server_url("/cache/clear"), timeout=30).raise_for_status()
+
     def counters(self) -> dict[str, float]:
         """The server's unlabelled Prometheus counters and gauges by name."""
         text = _HTTP.get(self.server_url("/metrics"), timeout=10).text
