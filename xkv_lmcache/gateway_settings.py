@@ -88,9 +88,8 @@ FragmentBytes = Annotated[int | str, *_kind("bytes or auto", grammar.or_auto(_fr
 GiB = Annotated[float, *_kind("size in GiB", grammar.size(grammar.GIB))]
 
 
-def _setting(default: Any, meaning: str, *, unavailable: bool = False) -> Any:
-    """A setting; one that is `unavailable` is refused when it is set."""
-    return Field(default, description=meaning, json_schema_extra={"unavailable": unavailable})
+def _setting(default: Any, meaning: str) -> Any:
+    return Field(default, description=meaning)
 
 
 class GatewaySettings(BaseModel):
@@ -146,11 +145,11 @@ class GatewaySettings(BaseModel):
     log_level: Annotated[str, *_choice("debug", "info", "warning", "error")] = _setting(
         "info", "what is logged"
     )
-    metrics_host: Annotated[str, *_kind("host", grammar.gateway_host)] | None = _setting(
-        None, "address of /metrics (not in this version)", unavailable=True
+    metrics_host: Annotated[str, *_kind("host", grammar.gateway_host)] = _setting(
+        "127.0.0.1", "where metrics_port listens: a name or address"
     )
     metrics_port: Annotated[int, *_kind("port", grammar.port)] | None = _setting(
-        None, "port of /metrics, /livez and /readyz (not in this version)", unavailable=True
+        None, "HTTP port of /metrics, /livez, /readyz and /status, for anyone who reaches it; unset: none"
     )
 
     @property
@@ -167,7 +166,6 @@ class Setting:
     kind: str
     default: object
     meaning: str
-    unavailable: bool
 
     @property
     def variable(self) -> str:
@@ -203,7 +201,6 @@ class Setting:
 def _settings() -> dict[str, Setting]:
     settings = {}
     for field, info in GatewaySettings.model_fields.items():
-        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
         # Pydantic leaves the metadata of an optional field inside its union.
         members = [
             item
@@ -211,9 +208,7 @@ def _settings() -> dict[str, Setting]:
             for item in getattr(member, "__metadata__", ())
         ]
         kind = next(item.name for item in [*info.metadata, *members] if isinstance(item, Kind))
-        settings[field] = Setting(
-            field, kind, info.get_default(), info.description or "", bool(extra["unavailable"])
-        )
+        settings[field] = Setting(field, kind, info.get_default(), info.description or "")
     return settings
 
 
@@ -298,9 +293,6 @@ def load(
         problems.setdefault(field, SettingProblem(source, texts.get(field), message))
 
     settings = _parse(texts, problems, report)
-    for field in texts:
-        if SETTINGS[field].unavailable:
-            report(field, "needs the gateway's metrics, which this version does not have; leave it out")
     token = None
     if settings.token_file is not None:
         try:
@@ -319,29 +311,32 @@ def load(
 
 
 def read_token(path: str) -> str:
-    """The secret in the file at `path`, without blanks around it.
+    """The secret in the file at `path`, without the line end.
 
     Raises `ValueError` with what is wrong and the cure.
     """
     try:
-        token = Path(path).read_bytes()[: MAX_TOKEN_BYTES + 2].decode().strip()
+        with open(path, "rb") as file:
+            token = file.read(MAX_TOKEN_BYTES + 4).decode().rstrip("\r\n")
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror}); check the path and its rights") from None
     except UnicodeDecodeError:
         raise ValueError("holds bytes that are no UTF-8 text; write a secret of letters and digits") from None
-    if not token:
+    if not token.strip():
         raise ValueError("is empty; write a secret into it, such as the output of `openssl rand -hex 32`")
     if len(token.encode()) > MAX_TOKEN_BYTES:
         raise ValueError(f"holds more than {MAX_TOKEN_BYTES} bytes; write a shorter secret")
     return token
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`, as far as its text tells."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.rstrip(".").lower() == "localhost"
+def markdown() -> str:
+    """The table of the settings in docs/gateway.md."""
+    rows = ["| option | variable | key of the file | type | default | meaning |", "|---|---|---|---|---|---|"]
+    for setting in SETTINGS.values():
+        cells = (setting.option, setting.variable, setting.field)
+        names = " | ".join(f"`{cell}`" for cell in cells)
+        rows.append(f"| {names} | {setting.kind} | {setting.default_text} | {setting.meaning} |")
+    return "\n".join(rows) + "\n"
 
 
 def _read_file(config: str, problems: dict[str, SettingProblem]) -> dict[str, object]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -15,6 +16,10 @@ from xkv_lmcache.cli.exit_codes import ExitCode
 from xkv_lmcache.cli.gateway.listen import listen_addresses
 from xkv_lmcache.cli.gateway.options import SettingsCommand, configure, settings_options
 from xkv_lmcache.gateway_settings import SETTINGS, Configuration, SettingProblem
+
+if TYPE_CHECKING:
+    from xkv_lmcache._native import Gateway
+    from xkv_lmcache.metrics_http import MetricsServer
 
 CLOSE_S: Final = 8.0
 """Longest time for the end: below the ten seconds that container runtimes leave before KILL."""
@@ -63,8 +68,8 @@ class Daemon:
             fail(f"the native module cannot be imported ({error}); install this package's wheel here")
         self._log = _native.log
         settings, token = self._configuration.settings, self._configuration.token
-        json = settings.log_format == "json" or (settings.log_format == "auto" and not sys.stderr.isatty())
-        _native.set_up_log(json, settings.log_level)
+        as_json = settings.log_format == "json" or (settings.log_format == "auto" and not sys.stderr.isatty())
+        _native.set_up_log(as_json, settings.log_level)
         for warning in self._configuration.warnings:
             self._log("warning", warning)
         try:
@@ -97,11 +102,43 @@ class Daemon:
             )
         except (OSError, ValueError) as error:
             fail(f"the gateway cannot start: {reason(error)}")
+        metrics = self._serve_metrics(gateway)
         self._serving.set()
         self._stop.wait()
+        if metrics is not None:
+            metrics.close()
         gateway.close(CLOSE_S)
         self._log("info", "closed")
         sys.exit(ExitCode.OK)
+
+    def _serve_metrics(self, gateway: Gateway) -> MetricsServer | None:
+        settings = self._configuration.settings
+        if settings.metrics_port is None:
+            return None
+        from xkv_lmcache.metrics import GatewayCollector
+        from xkv_lmcache.metrics_http import MetricsServer, Source
+
+        def status() -> dict[str, Any] | None:
+            text = gateway.status_json()
+            return None if text is None else dict(json.loads(text))
+
+        def troubles() -> list[str]:
+            state = status()
+            return (
+                ["the gateway is closed"] if state is None else [str(reason) for reason in state["reasons"]]
+            )
+
+        try:
+            server = MetricsServer(
+                settings.metrics_host,
+                settings.metrics_port,
+                Source(GatewayCollector(status), status, troubles),
+            )
+        except OSError as error:
+            gateway.close(CLOSE_S)
+            fail(reason(error))
+        self._log("info", f"metrics on {settings.metrics_host}, port {server.port}")
+        return server
 
     def _take_signals(self, numbers: set[signal.Signals]) -> None:
         first = signal.Signals(signal.sigwait(numbers))
