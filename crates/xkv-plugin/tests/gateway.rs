@@ -193,7 +193,8 @@ fn a_lost_session_is_opened_again_at_once() {
     assert_eq!(client.load("a", 5000), None);
     await_that("without a pause", || session(&client, "reopened") == 1);
     drive.resume();
-    assert_eq!(client.load("a", 5000), Some(contents(1, 5000)));
+    await_that("hits again", || client.load("a", 5000) == Some(contents(1, 5000)));
+    assert_eq!(session(&client, "lost"), 1);
 }
 
 /// Stalled means silent for `wait_timeout`, by drive, as long as the gateway has something else to do.
