@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import click
 
+from xkv_lmcache.params import DEFAULT_SHM_DIR
 from xkv_lmcache_autostart import environment, log, machine
 from xkv_lmcache_autostart.cli import complain, configure, setting_options, with_namespace
 from xkv_lmcache_autostart.command import compact
@@ -41,8 +42,6 @@ LABEL: Final = "xkv-lmcache.settings"
 
 STOP_LABEL: Final = "xkv-lmcache.stop-s"
 """The label with the grace between the signal to stop and KILL, in seconds."""
-
-SHM_DIR: Final = "/dev/shm"
 
 _PASSED: Final = ("LMCACHE_*", "OTEL_*", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 """Variables beyond the settings that the container gets; `LMC_PASS_ENV` adds to them."""
@@ -132,7 +131,7 @@ def _mounts(configuration: Configuration) -> tuple[dict[str, str], list[str]]:
         mounts[os.path.abspath(path)] = "rw"
     if params.stats_path is not None:
         mounts[os.path.dirname(os.path.abspath(params.stats_path))] = "rw"
-    if params.shm_dir is not None and params.shm_dir != SHM_DIR:
+    if params.shm_dir is not None and params.shm_dir != DEFAULT_SHM_DIR:
         mounts[os.path.abspath(params.shm_dir)] = "rw"
     if params.token_file is not None:
         mounts[os.path.abspath(params.token_file)] = "ro"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import platform
 import resource
 import shutil
 import socket
+import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from xkv_lmcache.grammar import GIB, KIB, MIB
-from xkv_lmcache.params import AdapterParams
+from xkv_lmcache.params import DEFAULT_SHM_DIR, AdapterParams
 from xkv_lmcache_autostart import machine, sockets
 from xkv_lmcache_autostart.command import CPU_BLOCK_SIZE, PLUGIN_MODULE, plain
 from xkv_lmcache_autostart.namespace import Fingerprint, ModelError
@@ -25,6 +27,8 @@ from xkv_lmcache_autostart.settings import Configuration, Settings, arguments
 
 L2_EXTRA_SINCE: Final = (0, 5, 6)
 """The LMCache that does not store failed loads, which would spread to further adapters."""
+
+_PREFETCH_POLICY: Final = "--l2-prefetch-policy"
 
 SUPPORTED_LMCACHE: Final = ((0, 5, 4), (0, 5, 5), (0, 5, 6))
 SUPPORTED_VLLM: Final = (0, 28)
@@ -35,6 +39,9 @@ _SHM_BYTES: Final = 256 * MIB
 
 _MEMLOCK_BYTES: Final = MIB
 """Locked memory that io_uring's queues need on kernels before 5.12, which count it."""
+
+_ANSWER_S: Final = 2.0
+"""How long a gateway may take to answer."""
 
 
 class Level(StrEnum):
@@ -70,7 +77,9 @@ def examine(configuration: Configuration, environ: Mapping[str, str]) -> Iterabl
     yield _port("LMC_HTTP_PORT", settings.http_host, settings.http_port)
     if params.stats_path is not None:
         yield _stats_path(params.stats_path)
-    if plugin.level is Level.OK:
+    if params.mode == "gateway":
+        yield from _gateway(params, reachable=plugin.level is Level.OK)
+    elif plugin.level is Level.OK:
         yield _store(params)
 
 
@@ -104,6 +113,14 @@ def _lmcache(settings: Settings) -> Finding:
         text = (
             f"LMC_L2_EXTRA needs LMCache 0.5.6 or newer: this one ({name}) stores the unfilled buffers of "
             "failed loads to every adapter; leave LMC_L2_EXTRA out or install lmcache==0.5.6"
+        )
+        return Finding("lmcache", Level.FAILURE, text)
+    policy = next((value for name, value in arguments(settings.extra_args) if name == _PREFETCH_POLICY), None)
+    if policy == "retain" and (version is None or version < L2_EXTRA_SINCE):
+        text = (
+            f"LMC_EXTRA_ARGS has {_PREFETCH_POLICY} retain: before 0.5.6 LMCache ({name} here) can then keep the "
+            "unfilled buffer of a failed load for good and answer it as a hit; leave it out or install "
+            "lmcache==0.5.6"
         )
         return Finding("lmcache", Level.FAILURE, text)
     if version not in SUPPORTED_LMCACHE:
@@ -269,6 +286,68 @@ def _store(params: AdapterParams) -> Finding:
     except (ValueError, OSError) as error:
         return Finding("store", Level.FAILURE, str(error))
     return Finding("store", Level.OK, f"{', '.join(paths)} can be used")
+
+
+def _gateway(params: AdapterParams, *, reachable: bool) -> Iterable[Finding]:
+    """The token, the shared folder and, where the native module is there to ask it, the gateway."""
+    token = None
+    if params.token_file is not None:
+        finding, token = _token(params.token_file)
+        yield finding
+        reachable = reachable and finding.level is not Level.FAILURE
+    yield _shared_folder(params.shm_dir or DEFAULT_SHM_DIR)
+    if reachable:
+        yield _answer(params, token)
+
+
+def _token(path: str) -> tuple[Finding, str | None]:
+    try:
+        token = Path(path).read_text().rstrip("\r\n")
+        mode = os.stat(path).st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is no text"
+        text = f"token_file={path!r} cannot be read ({reason}); name a readable file with the gateway's token"
+        return Finding("token", Level.FAILURE, text), None
+    if not token:
+        text = f"token_file={path!r} is empty; write the gateway's token into it"
+        return Finding("token", Level.FAILURE, text), None
+    if mode & stat.S_IROTH:
+        text = f"token_file={path!r} can be read by every user; run: chmod o-r {path}"
+        return Finding("token", Level.WARNING, text), token
+    return Finding("token", Level.OK, f"the token is in {path}"), token
+
+
+def _shared_folder(path: str) -> Finding:
+    if not os.path.isdir(path):
+        text = (
+            f"shm_dir={path!r} is no folder here; name the one that is shared with the gateway, and mount it"
+        )
+        return Finding("shm_dir", Level.FAILURE, text)
+    if not os.access(path, os.R_OK | os.X_OK):
+        text = f"shm_dir={path!r} may not be entered; allow it to this user"
+        return Finding("shm_dir", Level.FAILURE, text)
+    return Finding("shm_dir", Level.OK, f"{path} is there")
+
+
+def _answer(params: AdapterParams, token: str | None) -> Finding:
+    from xkv_lmcache._native import gateway_status
+
+    host, port = params.gateway_host or "", params.gateway_port
+    try:
+        state = json.loads(gateway_status(host, port, token, min(_ANSWER_S, params.wait_timeout_s)))
+    except PermissionError as error:
+        return Finding("gateway", Level.FAILURE, str(error))
+    except (OSError, ValueError) as error:
+        text = f"{error}; until it is there, everything is a miss"
+        return Finding("gateway", Level.WARNING, text)
+    has, wanted = state["fragment_bytes"], params.wanted_fragment_bytes
+    if wanted is not None and wanted != has:
+        text = (
+            f"fragment_bytes={wanted} is not the {has} of the store behind gateway {host}:{port}; leave it out, "
+            "or write auto"
+        )
+        return Finding("gateway", Level.FAILURE, text)
+    return Finding("gateway", Level.OK, f"gateway {host}:{port} answers: {state['description']}")
 
 
 def _probe_store() -> Callable[[list[str], float | None, int | None], None]:

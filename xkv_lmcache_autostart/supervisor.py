@@ -41,6 +41,9 @@ _LONGEST_BACKOFF_S: Final = 60.0
 _SERVER_SHARE_S: Final = 3.0
 """The part of the grace that is kept for the server to close the store, at most three tenths of it."""
 
+_FAILED_START_S: Final = 1.0
+"""The grace of a server that never served: it has nothing to finish."""
+
 _SECOND_SIGNAL_S: Final = 0.5
 """Signals closer together than this are one request to stop (a terminal and its shell may both send one)."""
 
@@ -117,6 +120,7 @@ class Supervisor:
         self._command: Child | None = None
         self._stop_signal: int | None = None
         self._stop_at = 0.0
+        self._grace_s = settings.stop_s
         self._hurry = False
         self._server_lost = False
 
@@ -132,6 +136,7 @@ class Supervisor:
             except NotReady as error:
                 self._log.error(f"the LMCache server did not start: {error}")
                 code = ExitCode.START_FAILED
+                self._grace_s = min(self._grace_s, _FAILED_START_S)
             except OSError as error:
                 self._log.error(f"the command cannot be executed: {error}")
                 code = ExitCode.NOT_FOUND if isinstance(error, FileNotFoundError) else ExitCode.NOT_EXECUTABLE
@@ -275,7 +280,7 @@ class Supervisor:
 
         What outlives the grace is killed, descendants that nobody waits for included.
         """
-        grace = self._settings.stop_s
+        grace = self._grace_s
         deadline = (self._stop_at if self._stop_signal is not None else time.monotonic()) + grace
         server_from = deadline - min(_SERVER_SHARE_S, grace * 0.3)
         while self._command is not None and self._command.running and self._time_left(server_from):

@@ -95,7 +95,7 @@ class Plan:
 
 
 class Launcher:
-    """A running launcher. `pid1` runs it as PID 1 of its own process namespace."""
+    """A running launcher: `pid1` runs it as PID 1 of its own process namespace, `prefix` as the child of a program."""
 
     def __init__(
         self,
@@ -103,24 +103,27 @@ class Launcher:
         command: Sequence[str],
         *,
         pid1: bool = False,
+        prefix: Sequence[str] = (),
         real: bool = False,
         read_output: bool = True,
         settings: Mapping[str, str] | None = None,
     ) -> None:
+        if pid1:
+            prefix = ["unshare", "--pid", "--fork", "--mount-proc"]
         plan = Plan(folder, command, real=real, settings=settings)
         self.port, self.http_port, self.mark = plan.port, plan.http_port, plan.mark
         self.lines: list[str] = []
         self._news = threading.Condition()
         self._ended = False
         self.process = subprocess.Popen(
-            ["unshare", "--pid", "--fork", "--mount-proc", *plan.argv] if pid1 else plan.argv,
+            [*prefix, *plan.argv],
             env=plan.environ,
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        self._pid1 = pid1
+        self._wrapped = bool(prefix)
         self._pid: int | None = None
         self._reader: threading.Thread | None = None
         if read_output:
@@ -150,12 +153,19 @@ class Launcher:
 
     @property
     def pid(self) -> int:
-        """The launcher's process as seen from here, also where it is PID 1 somewhere else."""
-        if not self._pid1:
+        """The launcher's process as seen from here, also where it runs under something else."""
+        if not self._wrapped:
             return self.process.pid
         if self._pid is None:
             self._pid = await_value(
-                lambda: next((child.pid for child in psutil.Process(self.process.pid).children()), None)
+                lambda: next(
+                    (
+                        child.pid
+                        for child in psutil.Process(self.process.pid).children()
+                        if _is_launcher(child)
+                    ),
+                    None,
+                )
             )
         return self._pid
 
@@ -251,6 +261,15 @@ def marked(mark: str) -> list[psutil.Process]:
         except (OSError, psutil.Error):
             continue
     return found
+
+
+def _is_launcher(process: psutil.Process) -> bool:
+    """Whether it is, and not the program before it on the way there."""
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return False
+    return words[1:3] == ["-m", "xkv_lmcache_autostart"]
 
 
 def _words(process: psutil.Process) -> list[str]:

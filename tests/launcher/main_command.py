@@ -44,6 +44,8 @@ def orphan(function) -> None:
 
 
 def ask(port: int) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     connection.request("GET", "/healthcheck")
     say(f"the server answers {connection.getresponse().status}")

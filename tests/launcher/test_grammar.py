@@ -197,12 +197,7 @@ BAD: list[tuple[str, str, str]] = [
     ("LMC_XKV_STORE_GB", "full", "is not a size"),
     ("LMC_XKV_SHM_DIR", "/dev/shm", "is for a gateway, but neither host nor port is set"),
     ("LMC_XKV_TOKEN_FILE", "/run/token", "is for a gateway, but neither host nor port is set"),
-    ("LMC_XKV_METRICS_PORT", "9100", "needs the plugin's own metrics port, which this version does not have"),
-    (
-        "LMC_XKV_METRICS_HOST",
-        "0.0.0.0",
-        "needs the plugin's own metrics port, which this version does not have",
-    ),
+    ("LMC_XKV_METRICS_HOST", "0.0.0.0", "is where metrics_port listens, but that is not set"),
     *[
         ("LMC_XKV_FRAG", text, "is not a power of two from 4096 to 16777216")
         for text in ("100000", "2048", "32MiB", "128KB")

@@ -76,7 +76,7 @@ def test_every_error_is_reported_at_once() -> None:
         ),
         ({"shm_dir": "/shm"}, "shm_dir='/shm' is for a gateway, but neither host nor port is set"),
         ({"token_file": "/t"}, "token_file='/t' is for a gateway, but neither host nor port is set"),
-        ({"metrics_port": 1}, "metrics_port=1 needs the plugin's own metrics port"),
+        ({"metrics_host": "h"}, "metrics_host='h' is where metrics_port listens, but that is not set"),
         ({"store_deadline_s": 300}, "store_deadline_s=300 reaches LMCache's read lock"),
         ({"load_deadline_s": float("inf")}, "load_deadline_s=inf is not a number of seconds"),
         ({"batch-slots": 1}, "batch-slots=1 is no parameter; did you mean batch_slots?"),

@@ -20,7 +20,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launcher.harness import COMMAND, Launcher, Plan, await_value, marked
+from tests.launcher.harness import (
+    COMMAND,
+    STANDIN,
+    Launcher,
+    Plan,
+    await_value,
+    environment,
+    free_ports,
+    marked,
+)
 
 ABOVE_GRACE_S = 12.0
 """More than the grace of 5 s that the tests set and the time the machine needs around it."""
@@ -109,8 +118,8 @@ def test_a_second_term_ends_the_grace(tmp_path: Path, pid1: bool) -> None:
         launcher.expect_nothing_left()
 
 
-def test_two_terms_at_once_are_one_request(tmp_path: Path) -> None:
-    with Launcher(tmp_path, command("ask=HTTP_PORT", "wait")) as launcher:
+def test_two_terms_at_once_are_one_request(tmp_path: Path, pid1: bool) -> None:
+    with Launcher(tmp_path, command("ask=HTTP_PORT", "wait"), pid1=pid1) as launcher:
         launcher.expect("command: ready")
         launcher.send(signal.SIGTERM)
         launcher.send(signal.SIGTERM)
@@ -173,9 +182,9 @@ def test_children_have_their_grace_when_the_launcher_is_killed(tmp_path: Path) -
         launcher.expect_nothing_left(timeout=3.0)
 
 
-def test_a_dead_watchdog_is_replaced(tmp_path: Path) -> None:
+def test_a_dead_watchdog_is_replaced(tmp_path: Path, pid1: bool) -> None:
     settings = {"LMC_STOP_S": "1", "XKV_STANDIN": "ignore-term"}
-    with Launcher(tmp_path, command("ignore=SIGTERM", "wait"), settings=settings) as launcher:
+    with Launcher(tmp_path, command("ignore=SIGTERM", "wait"), pid1=pid1, settings=settings) as launcher:
         launcher.expect("command: ready")
         known = {launcher.server().pid, launcher.command().pid}
         (watchdog,) = [child for child in psutil.Process(launcher.pid).children() if child.pid not in known]
@@ -200,8 +209,10 @@ def test_a_killed_server_is_restarted(tmp_path: Path, pid1: bool) -> None:
         launcher.expect_nothing_left()
 
 
-def test_a_killed_server_is_ignored(tmp_path: Path) -> None:
-    with Launcher(tmp_path, command("wait"), settings={"LMC_ON_SERVER_EXIT": "ignore"}) as launcher:
+def test_a_killed_server_is_ignored(tmp_path: Path, pid1: bool) -> None:
+    with Launcher(
+        tmp_path, command("wait"), pid1=pid1, settings={"LMC_ON_SERVER_EXIT": "ignore"}
+    ) as launcher:
         launcher.expect("command: ready")
         launcher.server().kill()
         launcher.expect("the command goes on without a cache")
@@ -220,14 +231,48 @@ def test_a_killed_server_ends_the_command(tmp_path: Path, pid1: bool) -> None:
 
 
 @pytest.mark.parametrize("taken", ["LMC_PORT", "LMC_HTTP_PORT"])
-def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path, taken: str) -> None:
+def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path, pid1: bool, taken: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = str(stranger.getsockname()[1])
-        with Launcher(tmp_path, command("wait"), settings={taken: port}) as launcher:
+        with Launcher(tmp_path, command("wait"), pid1=pid1, settings={taken: port}) as launcher:
             assert launcher.wait(timeout=10) == 1
-            line = launcher.expect(f"{taken}={port} is taken by process {os.getpid()} (")
+            # A process outside the launcher's process namespace has no number in it.
+            holder = "a process that /proc does not show" if pid1 else f"process {os.getpid()} ("
+            line = launcher.expect(f"{taken}={port} is taken by {holder}")
             assert "choose another port" in line
             assert not any("stand-in server" in line for line in launcher.lines)
+
+
+def test_a_stale_server_of_our_own_is_named(tmp_path: Path) -> None:
+    """One that an earlier launcher left behind, say, and that answers 200 on the front end."""
+    port, http_port = free_ports(2)
+    argv = [sys.executable, "-m", "lmcache.v1.multiprocess.http_server", "--host", "127.0.0.1"]
+    argv += ["--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http_port)]
+    with subprocess.Popen(
+        argv, env=environment(PYTHONPATH=str(STANDIN)), stderr=subprocess.PIPE, text=True
+    ) as stale:
+        try:
+            assert stale.stderr is not None
+            assert "serves" in (stale.stderr.readline(), stale.stderr.readline())[1]
+            settings = {"LMC_PORT": str(port), "LMC_HTTP_PORT": str(http_port)}
+            with Launcher(tmp_path, command("wait"), settings=settings) as launcher:
+                assert launcher.wait(timeout=10) == 1
+                for name in ("LMC_PORT", "LMC_HTTP_PORT"):
+                    line = launcher.expect(f"{name}={settings[name]} is taken by process {stale.pid} (")
+                    assert "lmcache.v1.multiprocess.http_server" in line
+        finally:
+            stale.kill()
+
+
+def test_a_stranger_ends_the_start_within_two_seconds(tmp_path: Path, pid1: bool) -> None:
+    """Even where the server does not heed TERM and the grace is long."""
+    settings = {"XKV_STANDIN": "foreign-http ignore-term", "LMC_STOP_S": "30"}
+    with Launcher(tmp_path, command("wait"), pid1=pid1, settings=settings) as launcher:
+        launcher.expect("did not start: LMC_HTTP_PORT=")
+        known = time.monotonic()
+        assert launcher.wait(timeout=10) == 1
+        assert time.monotonic() - known < 2.0
+        launcher.expect_nothing_left()
 
 
 def test_a_stranger_that_answers_is_not_the_server(tmp_path: Path, pid1: bool) -> None:
@@ -248,9 +293,9 @@ def test_a_server_that_exits_early_ends_the_wait(tmp_path: Path, pid1: bool) -> 
         launcher.expect_nothing_left()
 
 
-def test_a_server_that_opens_no_port_is_given_up(tmp_path: Path) -> None:
+def test_a_server_that_opens_no_port_is_given_up(tmp_path: Path, pid1: bool) -> None:
     settings = {"XKV_STANDIN": "deaf", "LMC_WAIT_S": "1"}
-    with Launcher(tmp_path, command("wait"), settings=settings) as launcher:
+    with Launcher(tmp_path, command("wait"), pid1=pid1, settings=settings) as launcher:
         assert launcher.wait() == 1
         launcher.expect(
             f"not ready within LMC_WAIT_S=1 seconds, waiting for the server to open LMC_PORT={launcher.port}"

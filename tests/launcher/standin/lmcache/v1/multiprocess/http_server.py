@@ -85,6 +85,7 @@ def main() -> None:
     else:
         front_end = http.server.ThreadingHTTPServer((args.http_host, args.http_port), Handler)
         threading.Thread(target=front_end.serve_forever, daemon=True).start()
+        note("serves")
     while True:
         if "chatty" in words:
             print("x" * 1023, flush=True)
