@@ -31,13 +31,14 @@ run:  ## Show KV cache surviving a server restart, with real LMCache and real vL
 	@$(BIN)/python -m demo --model $(MODEL) $(if $(filter 1,$(GATEWAY)),--gateway)
 
 .PHONY: test
-test: setup  ## Run every test: Rust, Python, end to end
+test:  ## Run every test: Rust, Python, end to end
+	@$(PYTHON) scripts/setup.py main test-tools
 	$(CARGO_TEST) --workspace
 	$(BIN)/python -m pytest $(ARGS)
 
 .PHONY: test-matrix
 test-matrix:  ## Run the storage tests against the other supported LMCache versions
-	@$(PYTHON) scripts/setup.py $(MATRIX)
+	@$(PYTHON) scripts/setup.py $(MATRIX) test-tools
 	for version in $(MATRIX); do .venv-$$version/bin/python -m pytest -m matrix $(ARGS); done
 
 .PHONY: lint
@@ -50,7 +51,8 @@ lint: setup  ## Check format, lints, types, and the stubs against the compiled m
 	$(BIN)/python -m mypy.stubtest xkv_lmcache._native
 
 .PHONY: bench
-bench: setup  ## Compare our adapter with LMCache's fs_native, by LMCache's own benchmark
+bench: setup  ## The launcher's overhead; our adapter beside LMCache's fs_native, by LMCache's own benchmark
+	@$(BIN)/python -m demo.overhead
 	@$(BIN)/python -m demo.bench
 
 .PHONY: soak

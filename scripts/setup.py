@@ -3,8 +3,8 @@
 
     python3 scripts/setup.py [ENVIRONMENT ...]
 
-ENVIRONMENT is `main` (`.venv`, the default), `lmcache-0.5.5` or `lmcache-0.5.6` (`.venv-lmcache-0.5.x`), or `smollm2`
-(adds the packages of the real model to `.venv`). Each gets its pinned requirements (`requirements/*.txt`) and this
+ENVIRONMENT is `main` (`.venv`, the default), `lmcache-0.5.5` or `lmcache-0.5.6` (`.venv-lmcache-0.5.x`), `smollm2`
+(adds the packages of the real model to `.venv`) or `test-tools` (system programs that only tests run). Each gets its pinned requirements (`requirements/*.txt`) and this
 project, compiled and installed in place. Uses only the standard library; needs Python 3.11 or newer with `venv`, and
 cargo. Package registries are reached as pip's own configuration says. Exit code 1 with one clear line on failure.
 """
@@ -31,6 +31,15 @@ MATRIX = ("lmcache-0.5.5", "lmcache-0.5.6")
 
 # Debian package -> a program it brings, for what neither pip nor cargo can install.
 SYSTEM = {"build-essential": "cc", "util-linux": "losetup"}
+
+# The same for tests alone: where they cannot be installed, the tests that need them are skipped.
+TEST_TOOLS = {
+    "iproute2": "ip",
+    "podman": "podman",
+    "redis-server": "redis-server",
+    "runc": "runc",
+    "strace": "strace",
+}
 
 
 class SetupError(Exception):
@@ -93,8 +102,8 @@ def check_python() -> None:
     )
 
 
-def bring_system_packages() -> None:
-    missing = [package for package, program in SYSTEM.items() if shutil.which(program) is None]
+def bring_system_packages(wanted: dict[str, str]) -> None:
+    missing = [package for package, program in wanted.items() if shutil.which(program) is None]
     if not missing:
         return
     install = f"apt-get install -y --no-install-recommends {' '.join(missing)}"
@@ -103,6 +112,13 @@ def bring_system_packages() -> None:
     say(f"installing system packages: {', '.join(missing)}")
     call("apt-get", "update", "-q")
     call(*install.split(), env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
+
+
+def bring_test_tools() -> None:
+    try:
+        bring_system_packages(TEST_TOOLS)
+    except SetupError as error:
+        say(f"some tests will be skipped: {error}")
 
 
 def pip_options() -> dict[str, str]:
@@ -223,19 +239,21 @@ def add_smollm2() -> None:
 
 def main(names: list[str]) -> None:
     check_python()
-    unknown = set(names) - {"main", "smollm2", *MATRIX}
+    unknown = set(names) - {"main", "smollm2", "test-tools", *MATRIX}
     if unknown:
         raise SetupError(
-            f"unknown environment {', '.join(sorted(unknown))}; known: main, smollm2, {', '.join(MATRIX)}"
+            f"unknown environment {', '.join(sorted(unknown))}; known: main, smollm2, test-tools, {', '.join(MATRIX)}"
         )
     begun = time.monotonic()
-    bring_system_packages()
+    bring_system_packages(SYSTEM)
     make_venv()
     for name in ("main", *(name for name in names if name in MATRIX)):
         install_requirements(name)
         install_project(name)
     if "smollm2" in names:
         add_smollm2()
+    if "test-tools" in names:
+        bring_test_tools()
     if (seconds := time.monotonic() - begun) > 2:
         say(f"done in {seconds:.0f} s")
 
