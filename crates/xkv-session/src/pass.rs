@@ -17,6 +17,8 @@ use rustix::net::{
 /// How the names of these sockets begin and end.
 pub const PREFIX: &str = "xkv-";
 const SUFFIX: &str = ".sock";
+/// Longest path of a Unix socket, bytes.
+const MAX_PATH: usize = 107;
 /// How often the gateway looks whether the client is still there.
 const TICK: Duration = Duration::from_millis(100);
 /// How long whoever connects may take to show the ticket.
@@ -44,6 +46,7 @@ impl Handover {
     /// The folder is missing or not writable; the text names it.
     pub fn listen(folder: &Path, store: &str, random: u64, access: Access) -> io::Result<Self> {
         let path = folder.join(format!("{PREFIX}{store}-{random:016x}{SUFFIX}"));
+        check_length(&path)?;
         let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
         let listener = UnixListener::bind(&path).map_err(named)?;
         let handover = Self { listener, path: path.clone() };
@@ -130,6 +133,7 @@ pub fn fetch(folder: &Path, socket: &str, ticket: u64, patience: Duration) -> io
         return Err(io::Error::new(io::ErrorKind::InvalidData, text));
     }
     let path = folder.join(socket);
+    check_length(&path)?;
     let mut stream = connect(&path).map_err(|error| {
         let text = format!(
             "{}: {error}; the gateway is on another host, or the shared folder (shm_dir) is not the same folder on both \
@@ -142,6 +146,19 @@ pub fn fetch(folder: &Path, socket: &str, ticket: u64, patience: Duration) -> io
     stream.set_write_timeout(Some(patience))?;
     io::Write::write_all(&mut stream, &ticket.to_le_bytes())?;
     receive_fd(&stream)
+}
+
+fn check_length(path: &Path) -> io::Result<()> {
+    let over = path.as_os_str().len().saturating_sub(MAX_PATH);
+    if over == 0 {
+        return Ok(());
+    }
+    let text = format!(
+        "{}: a socket's path has at most {MAX_PATH} bytes; choose a shared folder (shm_dir) whose path is {over} bytes \
+         shorter",
+        path.display()
+    );
+    Err(io::Error::new(io::ErrorKind::InvalidInput, text))
 }
 
 /// Connects without waiting: a queue of connections that nobody accepts would block for ever.

@@ -128,6 +128,24 @@ fn a_token_is_needed_beyond_loopback() {
 }
 
 #[test]
+fn a_shared_folder_too_deep_for_a_socket_is_named_on_both_sides() {
+    let rig = rig();
+    let folder = rig.folder.path().join("d".repeat(100));
+    std::fs::create_dir(&folder).unwrap();
+    let named = |text: &str| text.contains("shm_dir") && text.contains("bytes shorter");
+    let config = GatewayConfig {
+        listen: vec![([127, 0, 0, 1], 0).into()],
+        shm_dir: folder.clone(),
+        ..GatewayConfig::default()
+    };
+    let error = xkv_session::Gateway::start(rig.store.clone(), config).err().expect("refused");
+    assert!(named(&error.to_string()), "{error}");
+    let client = client::ClientConfig { shm_dir: folder, ..rig.config() };
+    let error = Session::open(&client).err().expect("refused");
+    assert!(named(&error.to_string()), "{error}");
+}
+
+#[test]
 fn the_end_of_the_gateway_answers_everything() {
     let stall = StallDevice::new(MemoryDevice::new(32 << 20));
     let mut rig = rig_with(stall.clone(), |_| ());
