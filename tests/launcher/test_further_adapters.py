@@ -142,7 +142,7 @@ def loaded(found: list[Hits]) -> int:
 def test_objects_are_in_both_and_found_in_either(redis: Redis, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     with server(first, tmp_path / "first.log", redis) as (_, port, http_port):
-        assert drive(port, http_port).count("STORE: stored") == SEQUENCES
+        assert drive(port, http_port).count("STORE: stored") >= SEQUENCES
         await_value(lambda: redis.keys() == SEQUENCES * OBJECTS, 60)
     assert counted(first)["store_stored"] == SEQUENCES * OBJECTS
 

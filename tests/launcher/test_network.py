@@ -43,6 +43,7 @@ def test_nothing_beyond_loopback_is_connected_to_and_the_start_is_not_delayed(tm
         pytest.skip("needs strace and root; scripts/setup.py test-tools brings strace")
     with Launcher(tmp_path, COMMAND_LINE, real=True, settings=SETTINGS) as launcher:
         undisturbed_s = start_s(launcher)
+        launcher.expect("command: ready")
         launcher.send(signal.SIGTERM)
         assert launcher.wait(60) == 0
     trace = tmp_path / "trace"
