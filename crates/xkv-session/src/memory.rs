@@ -140,7 +140,7 @@ impl RingMemory {
         if !expected.valid() {
             return Err(wrong("impossible sizes"));
         }
-        let seals = rustix::fs::fcntl_get_seals(&fd)?;
+        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|_| wrong("not a memfd"))?;
         if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
             return Err(wrong("not sealed"));
         }

@@ -42,15 +42,6 @@ struct Replies {
 }
 
 impl Replies {
-    fn send(&self, reply: &Reply) {
-        let mut producer = self.producer.lock();
-        match producer.push(&reply.encode()) {
-            Ok(true) => producer.publish(),
-            Ok(false) => self.blame("the client's replies do not fit into the ring".into()),
-            Err(corrupt) => self.blame(corrupt.to_string()),
-        }
-    }
-
     /// Counts a request as in flight when its reply fits beside those of the others and an event.
     fn admit(&self) -> Result<bool, Corrupt> {
         // Under the lock that events take, so that none takes the place just found.
@@ -63,9 +54,15 @@ impl Replies {
     }
 
     fn answer(&self, reply: &Reply) {
-        self.send(reply);
+        let mut producer = self.producer.lock();
+        // Counted before the client can see the reply, and under the lock, where reply and request change places.
         self.answered.fetch_add(1, Ordering::Relaxed);
         self.in_flight.fetch_sub(1, Ordering::SeqCst);
+        match producer.push(&reply.encode()) {
+            Ok(true) => producer.publish(),
+            Ok(false) => self.blame("the client's replies do not fit into the ring".into()),
+            Err(corrupt) => self.blame(corrupt.to_string()),
+        }
     }
 
     fn blame(&self, fault: String) {
@@ -287,8 +284,6 @@ impl Service {
         };
         let request = Request::decode(&entry).ok_or("an unknown request")?;
         self.handle(request, handles)?;
-        self.leases.store(handles.leases.len() as u64, Ordering::Relaxed);
-        self.transactions.store(handles.txns.len() as u64, Ordering::Relaxed);
         Ok(true)
     }
 
@@ -305,11 +300,12 @@ impl Service {
             (Operation::Remove, Some(slot)) => self.remove(owed, slot),
             (Operation::Read, Some(slot)) => self.read(owed, slot, handles),
             (Operation::Write, Some(slot)) => self.write(owed, slot, handles),
-            (Operation::Commit, None) => commit(owed, handles),
+            (Operation::Commit, None) => self.commit(owed, handles),
             (Operation::Discard, None) => self.discard(owed, handles),
             (Operation::Close, None) => {
                 handles.leases.remove(&request.handle);
                 handles.txns.remove(&request.handle);
+                self.count(handles);
                 owed.give(Status::Done);
             }
             (_, slot) => {
@@ -318,6 +314,12 @@ impl Service {
             }
         }
         Ok(())
+    }
+
+    /// For status, before the reply is given.
+    fn count(&self, handles: &Handles) {
+        self.leases.store(handles.leases.len() as u64, Ordering::Relaxed);
+        self.transactions.store(handles.txns.len() as u64, Ordering::Relaxed);
     }
 
     fn lookup(&self, owed: Owed, mut slot: SlotBuf) {
@@ -356,6 +358,7 @@ impl Service {
         drop(slot);
         let (handle, size) = (handles.number(), lease.size());
         handles.leases.insert(handle, Arc::new(lease));
+        self.count(handles);
         owed.give_value(Status::Done, handle, size, FragmentSums::default());
     }
 
@@ -377,6 +380,7 @@ impl Service {
                 drop(slot);
                 let (handle, sums) = (handles.number(), vec![None; txn.fragments() as usize]);
                 handles.txns.insert(handle, OpenTxn { txn, sums });
+                self.count(handles);
                 return owed.give_value(Status::Done, handle, 0, FragmentSums::default());
             }
             Begin::Present => Status::Present,
@@ -453,11 +457,30 @@ impl Service {
         txn.write(argument as u32, slot, Box::new(done));
     }
 
+    fn commit(&self, owed: Owed, handles: &mut Handles) {
+        let Some(OpenTxn { txn, sums }) = handles.txns.remove(&owed.request.handle) else {
+            return owed.give(Status::Invalid);
+        };
+        self.count(handles);
+        let Some(sums) = sums.into_iter().collect::<Option<Vec<_>>>() else {
+            return owed.give(Status::Invalid);
+        };
+        let done = move |outcome: xkv_store::Result<()>| match outcome {
+            Ok(()) => owed.give(Status::Done),
+            Err(error) => {
+                let errno = error.errno().unwrap_or(0) as u64;
+                owed.give_value(status_of(&error), 0, errno, FragmentSums::default());
+            }
+        };
+        txn.commit(sums, Box::new(done));
+    }
+
     /// A client says that an object is damaged: only the gateway's own reading of it counts.
     fn discard(&self, owed: Owed, handles: &mut Handles) {
         let Some(lease) = handles.leases.remove(&owed.request.handle) else {
             return owed.give(Status::Invalid);
         };
+        self.count(handles);
         {
             let mut rechecks = self.rechecks.lock();
             if rechecks.waiting.len() >= MAX_RECHECKS {
@@ -500,23 +523,6 @@ impl Handles {
         self.next += 1;
         self.next
     }
-}
-
-fn commit(owed: Owed, handles: &mut Handles) {
-    let Some(OpenTxn { txn, sums }) = handles.txns.remove(&owed.request.handle) else {
-        return owed.give(Status::Invalid);
-    };
-    let Some(sums) = sums.into_iter().collect::<Option<Vec<_>>>() else {
-        return owed.give(Status::Invalid);
-    };
-    let done = move |outcome: xkv_store::Result<()>| match outcome {
-        Ok(()) => owed.give(Status::Done),
-        Err(error) => {
-            let errno = error.errno().unwrap_or(0) as u64;
-            owed.give_value(status_of(&error), 0, errno, FragmentSums::default());
-        }
-    };
-    txn.commit(sums, Box::new(done));
 }
 
 fn status_of(error: &xkv_store::Error) -> Status {

@@ -317,3 +317,49 @@ fn a_full_store_makes_room_through_the_ring() {
         call(&session, Operation::Begin, Some(key_slot(&session, &key("large"))), 0, 64 << 20).reply.unwrap();
     assert_eq!(large.status, Status::NoSpace);
 }
+
+/// Who was told to wait asks again when an event says so. An event between the store's answer and the reply comes too
+/// early to be of use: then another one follows.
+#[test]
+fn an_event_follows_every_answer_that_tells_to_wait() {
+    let rig = rig();
+    let config = client::ClientConfig { silence: 2 * PATIENCE, ..rig.config() };
+    let (holder, waiter) = (Session::open(&config).unwrap(), Session::open(&config).unwrap());
+    // Replies and events in the order in which they came; an event is none.
+    let (sender, came) = std::sync::mpsc::channel();
+    let event = sender.clone();
+    waiter.on_space(Box::new(move || _ = event.send(None)));
+    let ask = |name: &xkv_store::ObjectKey| {
+        let sender = sender.clone();
+        let (operation, slot) = (Operation::Begin, Some(key_slot(&waiter, name)));
+        let call = client::Call { operation, slot, handle: 0, argument: 1, sums: Default::default() };
+        waiter.call(call, Box::new(move |answer| _ = sender.send(answer.reply.ok())));
+    };
+    let mut waits = 0;
+    for round in 0..1_000 {
+        let name = key(&format!("{round}"));
+        let slot = Some(key_slot(&holder, &name));
+        let held = call(&holder, Operation::Begin, slot, 0, 1).reply.unwrap().handle;
+        // At the same moment the one asks for the key and the other gives it up.
+        ask(&name);
+        call(&holder, Operation::Close, None, held, 0).reply.unwrap();
+        let mut told_to_wait = false;
+        let handle = loop {
+            match came.recv_timeout(PATIENCE).expect("an event follows") {
+                None if told_to_wait => {
+                    ask(&name);
+                    told_to_wait = false;
+                }
+                None => {}
+                Some(reply) if reply.status == Status::Done => break reply.handle,
+                Some(reply) => {
+                    assert_eq!(reply.status, Status::Busy);
+                    told_to_wait = true;
+                    waits += 1;
+                }
+            }
+        };
+        call(&waiter, Operation::Close, None, handle, 0).reply.unwrap();
+    }
+    assert!(waits > 50, "only {waits} waits: the test shows nothing");
+}

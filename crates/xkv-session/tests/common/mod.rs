@@ -1,10 +1,14 @@
 //! A gateway over memory, and a blocking client, for tests.
 #![allow(dead_code)]
 
+pub mod raw;
+
 use std::net::SocketAddr;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use xkv_session::entry::{Operation, Reply, Status};
@@ -190,5 +194,122 @@ pub fn await_until(what: &str, mut done: impl FnMut() -> bool) {
     while !done() {
         assert!(Instant::now() < deadline, "not within 20 s: {what}");
         std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Numbers that look random and are the same every time.
+pub struct Rng(u64);
+
+impl Rng {
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+    }
+
+    pub fn below(&mut self, end: u64) -> u64 {
+        (self.next() >> 11) % end
+    }
+
+    pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.below(from.len() as u64) as usize]
+    }
+
+    pub fn bytes(&mut self, len: usize) -> Vec<u8> {
+        (0..len.div_ceil(8)).flat_map(|_| self.next().to_le_bytes()).take(len).collect()
+    }
+}
+
+/// Tests that count what the process holds run one at a time.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static ONE: Mutex<()> = Mutex::new(());
+    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What this process holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Held {
+    pub descriptors: usize,
+    pub threads: usize,
+    pub rings: usize,
+}
+
+impl Held {
+    pub fn now() -> Self {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let rings = maps.lines().filter(|line| line.contains("memfd:xkv-session")).count();
+        let descriptors = std::fs::read_dir("/proc/self/fd").unwrap().count();
+        // Threads of the gateway, the store and the sessions; not those of the tests that wait for their turn.
+        let names = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+        let names = names.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+        let threads = names.filter(|name| name.starts_with("xkv-")).count();
+        Self { descriptors, threads, rings }
+    }
+
+    /// Waits until no more is held than then.
+    pub fn await_again(self) {
+        let deadline = Instant::now() + 2 * PATIENCE;
+        loop {
+            let now = Self::now();
+            let fits = now.descriptors <= self.descriptors && now.threads <= self.threads;
+            if fits && now.rings <= self.rings {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{now:?} is above the floor of {self:?}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// An honest session that stores and loads all the while, every byte checked.
+pub struct Witness {
+    stop: Arc<AtomicBool>,
+    rounds: Arc<AtomicU64>,
+    thread: JoinHandle<()>,
+}
+
+impl Witness {
+    pub fn start(rig: &Rig) -> Self {
+        let session = Session::open(&ClientConfig { silence: PATIENCE, ..rig.config() }).unwrap();
+        let (stop, rounds) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let (stopped, counted) = (stop.clone(), rounds.clone());
+        let thread = std::thread::spawn(move || {
+            let mut n = 0;
+            while !stopped.load(Ordering::Relaxed) {
+                let (name, data) = (key(&format!("witness {}", n % 40)), contents(n % 40, 9_000));
+                let stored = put(&session, &name, &data).unwrap();
+                assert!(matches!(stored, Status::Done | Status::Present), "{stored:?}");
+                if let Some(found) = get(&session, &name).unwrap() {
+                    assert!(found == data, "the witness got other bytes than it stored");
+                    counted.fetch_add(1, Ordering::Relaxed);
+                }
+                n += 1;
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
+        let witness = Self { stop, rounds, thread };
+        // From here on both sides of its session stand, and count to the floor.
+        witness.await_rounds(1);
+        witness
+    }
+
+    /// Waits for some more rounds: whatever was done to others did not harm this session.
+    pub fn await_rounds(&self, more: u64) {
+        let goal = self.rounds.load(Ordering::Relaxed) + more;
+        await_until("the witness goes on", || {
+            assert!(!self.thread.is_finished(), "the witness failed");
+            self.rounds.load(Ordering::Relaxed) >= goal
+        });
+    }
+
+    pub fn finish(self) {
+        self.await_rounds(3);
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().expect("the witness was served well");
     }
 }
