@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -114,6 +115,43 @@ def test_a_drive_that_hangs_holds_the_end_up_only_so_long(again: bool, tmp_path:
         gateway.start()
         with Client(**gateway.params) as client:
             assert client.get({"key": 5000}) == {"key": b"x" * 5000}
+
+
+@pytest.mark.parametrize("reader", ["stuck", "gone"])
+def test_a_log_that_nobody_reads_holds_nothing_up(reader: str, tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write_end, bytes(1 << 16))
+    # As a shell or a container runtime hands it on.
+    os.set_blocking(write_end, True)
+    if reader == "gone":
+        os.close(read_end)
+    gateway = GatewayProcess(tmp_path / "store")
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in gateway.settings.items()]
+    gateway.process = subprocess.Popen(
+        [*XKV, "gateway", "serve", *flags], env=environment(), stderr=write_end
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(ConnectionError):
+                gateway.status()
+                break
+            assert gateway.process.poll() is None and time.monotonic() < deadline, "it does not come up"
+            time.sleep(0.01)
+        for _ in range(3):
+            with Client(**gateway.params, wait_timeout_s=2) as client:
+                assert client.set({"key": b"x" * 5000})
+        started = time.monotonic()
+        assert gateway.end() == 0
+        assert time.monotonic() - started < 8
+    finally:
+        gateway.__exit__()
+        os.close(write_end)
+        if reader == "stuck":
+            os.close(read_end)
 
 
 def blocks_term(pid: int) -> bool:

@@ -1,8 +1,11 @@
 //! Log lines on stderr, set up once per process.
 
 use std::fmt;
+use std::io::{self, Write};
 use std::sync::Once;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::{Map, Value};
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Subscriber};
@@ -10,6 +13,33 @@ use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Writer};
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use tracing_subscriber::fmt::{FmtContext, SubscriberBuilder};
 use tracing_subscriber::registry::LookupSpan;
+
+/// A pipe that poll calls writable takes so many bytes without blocking (PIPE_BUF).
+const PIECE: usize = 4096;
+/// How long a line waits for somebody to read the log.
+const PATIENCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
+
+/// Standard error for threads that must not stand still because nobody reads the log: a line that is not taken within
+/// the patience is lost, and the next ones get no patience until one is taken.
+struct Stderr;
+
+impl Write for Stderr {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        static READ: AtomicBool = AtomicBool::new(true);
+        let stderr = rustix::stdio::stderr();
+        let patience = if READ.load(Ordering::Relaxed) { PATIENCE } else { Timespec::default() };
+        let writable = poll(&mut [PollFd::new(&stderr, PollFlags::OUT)], Some(&patience))? > 0;
+        READ.store(writable, Ordering::Relaxed);
+        if !writable {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        Ok(rustix::io::write(stderr, &line[..line.len().min(PIECE)])?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
 
 /// How a line looks.
 #[derive(Clone, Copy)]
@@ -115,8 +145,8 @@ pub fn install_as(format: Format, level: Level) {
         let _ = tracing::subscriber::set_global_default(
             SubscriberBuilder::default()
                 .with_max_level(level)
-                .with_writer(std::io::stderr)
-                // Nobody reads stderr any more: no reason for a thread to panic.
+                .with_writer(|| Stderr)
+                // A line that is lost is no reason to write another, let alone to panic.
                 .log_internal_errors(false)
                 .event_format(format)
                 .finish(),
