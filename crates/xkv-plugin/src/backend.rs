@@ -20,6 +20,9 @@ pub type ReadDone = Box<dyn FnOnce(SlotBuf, io::Result<FragmentSums>) + Send>;
 /// Drives that an object has fragments on: drive 0 is bit 0, drives from 63 on share bit 63.
 pub type DriveSet = u64;
 
+/// Where an object lies that its store could not be asked about: on no drive.
+pub const UNKNOWN: DriveSet = 0;
+
 /// The set of drive `drive` alone.
 pub fn drive_set(drive: usize) -> DriveSet {
     1 << drive.min(63)
@@ -70,7 +73,7 @@ pub trait Backend: Send + Sync + 'static {
     fn describe(&self) -> String;
     /// Whether [`Backend::lookup`] answers before it returns.
     fn answers_at_once(&self) -> bool;
-    /// Where each object lies; none for an absent one.
+    /// Where each object lies; none for an absent one, [`UNKNOWN`] where the store cannot be reached.
     fn lookup(&self, keys: &[ObjectKey], done: Done<Vec<Option<DriveSet>>>);
     /// Opens an object for reading; none when absent. Fails only when the store cannot be reached.
     fn open(&self, key: &ObjectKey, done: Done<io::Result<Option<Box<dyn Reading>>>>);

@@ -12,7 +12,7 @@ use rustix::event::EventfdFlags;
 use serde_json::{Value, json};
 use xkv_store::{Error, MAX_KEY_BYTES, ObjectKey, Result, StoreConfig};
 
-use crate::backend::{Backend, DriveSet};
+use crate::backend::{Backend, DriveSet, UNKNOWN};
 use crate::config::Config;
 use crate::copy;
 use crate::embedded::Embedded;
@@ -74,9 +74,35 @@ impl Shared {
         self.pending_store_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Whether an object that lies there can be read at the moment.
-    pub fn reachable(&self, place: Option<DriveSet>) -> bool {
-        place.is_some_and(|drives| drives & self.stalled.load(Ordering::Relaxed) == 0)
+    /// Why a lookup does not find an object that lies there; none when it does.
+    pub fn lookup_miss(&self, place: Option<DriveSet>) -> Option<Miss> {
+        match place {
+            None => Some(Miss::Absent),
+            Some(UNKNOWN) => Some(Miss::Unreachable),
+            Some(drives) if drives & self.stalled.load(Ordering::Relaxed) != 0 => Some(Miss::Stalled),
+            Some(_) => None,
+        }
+    }
+
+    /// What is known to be wrong with the way to the store.
+    fn troubles(&self, session: Option<&Value>, read_only: bool) -> Vec<String> {
+        let mut troubles = Vec::new();
+        if let Some(session) = session.filter(|session| session["state"] != "open") {
+            let text = |name: &str| session[name].as_str().unwrap_or_default().to_owned();
+            troubles.push(format!("no session with the gateway ({}): {}", text("state"), text("reason")));
+        }
+        let stalled = self.stalled.load(Ordering::Relaxed);
+        let drives = 0..self.backend.drives();
+        for drive in drives.filter(|&drive| stalled & crate::backend::drive_set(drive) != 0) {
+            troubles.push(format!("drive {drive} does not answer"));
+        }
+        if read_only {
+            troubles.push("the store takes no changes: its log failed".into());
+        }
+        if self.closing.load(Ordering::Acquire) {
+            troubles.push(CLOSED.into());
+        }
+        troubles
     }
 
     /// Everything that is counted.
@@ -92,6 +118,8 @@ impl Shared {
                 "slots": self.backend.slots(),
                 "slots_free": free,
                 "slots_free_low": low,
+                "max_pending_store_bytes": self.config.max_pending_store_bytes,
+                "undrained": self.completions.lock().len(),
             }),
         );
         let store = self.backend.stats();
@@ -116,9 +144,12 @@ impl Shared {
                 "read_only": store.read_only, "drives": drives,
             }),
         );
-        if let Some(session) = self.backend.session() {
-            all.insert("session".into(), session);
-        }
+        let session = self.backend.session();
+        all.insert("mode".into(), json!(if session.is_some() { "gateway" } else { "embedded" }));
+        all.insert("namespace".into(), json!(String::from_utf8_lossy(&self.namespace)));
+        let troubles = self.troubles(session.as_ref(), store.read_only);
+        all.insert("health".into(), self.stats.health(troubles));
+        all.insert("session".into(), session.unwrap_or_default());
         Value::Object(all)
     }
 }
@@ -324,7 +355,13 @@ impl Connector {
         if keys.len() <= INSTANT_LOOKUP_KEYS && shared.backend.answers_at_once() {
             let shared = shared.clone();
             let answer = move |places: Vec<Option<DriveSet>>| {
-                let answers: Vec<bool> = places.into_iter().map(|place| shared.reachable(place)).collect();
+                let misses = places.into_iter().map(|place| shared.lookup_miss(place));
+                let answers: Vec<bool> = misses
+                    .map(|miss| {
+                        miss.into_iter().for_each(|miss| shared.stats.lookup_missed(miss, 1));
+                        miss.is_none()
+                    })
+                    .collect();
                 shared.stats.hit(Operation::Exists, answers.iter().filter(|&&found| found).count() as u64, 0);
                 shared.stats.answered(Operation::Exists, submitted);
                 shared.complete(Completion::new(id, Operation::Exists, answers, String::new(), None));
@@ -372,6 +409,9 @@ impl Connector {
         if operation == Operation::Get {
             buffers.iter().flatten().for_each(|buffer| buffer.fail(&self.shared.stamp));
             self.shared.stats.missed(Miss::Refused, keys as u64);
+        }
+        if operation == Operation::Exists {
+            self.shared.stats.lookup_missed(Miss::Refused, keys as u64);
         }
         if !error.is_empty() {
             self.shared.log.failed(operation.name(), 1, || format!("{}: {error}", operation.name()));

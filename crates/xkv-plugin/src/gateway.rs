@@ -22,7 +22,7 @@ use xkv_session::ClientConfig;
 use xkv_session::entry::Status;
 use xkv_store::{Error, ErrorKind, ObjectKey, Result, StoreStats};
 
-use crate::backend::{Backend, Begun, Done, DriveSet, Reading, unreachable};
+use crate::backend::{Backend, Begun, Done, DriveSet, Reading, UNKNOWN, unreachable};
 use keeper::{Event, Keeper};
 use link::{Leased, Link, Writing};
 use question::{DIGEST_BYTES, Heard, Question, Subject, Unanswered};
@@ -260,7 +260,7 @@ impl Backend for Gateway {
     fn lookup(&self, keys: &[ObjectKey], done: Done<Vec<Option<DriveSet>>>) {
         let per_slot = self.fragment_bytes() / DIGEST_BYTES;
         if per_slot == 0 || keys.is_empty() {
-            return done(vec![None; keys.len()]);
+            return done(vec![Some(UNKNOWN); keys.len()]);
         }
         let found = Arc::new(Mutex::new(Lookup {
             places: vec![None; keys.len()],
@@ -275,19 +275,19 @@ impl Backend for Gateway {
                 let places = match outcome {
                     Ok(Heard { reply, slot, .. }) if reply.status == Status::Done => {
                         let places = slot.chunks_exact(8).take(len);
-                        places
-                            .map(|place| DriveSet::from_le_bytes(place.try_into().expect("8 bytes")))
-                            .collect()
+                        let drives =
+                            places.map(|place| DriveSet::from_le_bytes(place.try_into().expect("8 bytes")));
+                        drives.map(|drives| (drives != UNKNOWN).then_some(drives)).collect()
                     }
                     Ok(_) => Vec::new(),
                     Err(why) => {
                         shared.count(&why);
-                        Vec::new()
+                        vec![Some(UNKNOWN); len]
                     }
                 };
                 let mut found = found.lock();
-                for (place, drives) in found.places[start..].iter_mut().zip(places) {
-                    *place = (drives != 0).then_some(drives);
+                for (place, answer) in found.places[start..].iter_mut().zip(places) {
+                    *place = answer;
                 }
                 found.left -= 1;
                 if found.left == 0

@@ -17,6 +17,7 @@ mod guard;
 mod loads;
 mod log;
 mod poison;
+mod process;
 mod reactor;
 mod stats;
 mod stores;

@@ -116,7 +116,7 @@ impl Reactor {
     pub(crate) fn scattered(&mut self, piece: Piece, outcome: Scattering) {
         self.window.landed(&piece);
         let Some(load) = self.loads.get_mut(&piece.ticket) else {
-            return;
+            return self.shared.stats.withheld();
         };
         match outcome {
             Scattering::Done => {

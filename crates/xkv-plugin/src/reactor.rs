@@ -258,6 +258,9 @@ impl Reactor {
                 Operation::Set if ticket != 0 => self.settle(ticket, outcome, || why.into()),
                 Operation::Set => self.account_store(id, index, outcome, 0, || why.into()),
                 Operation::Exists | Operation::Delete => {
+                    if operation == Operation::Exists {
+                        self.shared.stats.lookup_missed(miss, 1);
+                    }
                     if !closing {
                         self.shared
                             .log
@@ -337,11 +340,14 @@ impl Reactor {
 
     fn found(&mut self, id: u64, places: &[Option<DriveSet>]) {
         for (index, place) in places.iter().enumerate() {
-            let found = self.shared.reachable(*place);
-            if found && self.is_open(id, index) {
-                self.shared.stats.hit(Operation::Exists, 1, 0);
+            let miss = self.shared.lookup_miss(*place);
+            if self.is_open(id, index) {
+                match miss {
+                    Some(miss) => self.shared.stats.lookup_missed(miss, 1),
+                    None => self.shared.stats.hit(Operation::Exists, 1, 0),
+                }
             }
-            self.answer(id, index, found, String::new);
+            self.answer(id, index, miss.is_none(), String::new);
         }
     }
 

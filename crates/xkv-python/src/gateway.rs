@@ -83,7 +83,12 @@ impl Gateway {
                 let (id, description) = (opened.id(), opened.describe());
                 let gateway = xkv_session::Gateway::start(opened, config)?;
                 let addresses: Vec<String> = gateway.addresses().iter().map(SocketAddr::to_string).collect();
-                tracing::info!(store = id, listen = addresses.join(","), max_sessions, "serving a {description}");
+                tracing::info!(
+                    store = id,
+                    listen = addresses.join(","),
+                    max_sessions,
+                    "serving a {description}"
+                );
                 Ok(gateway)
             })
             .map_err(exception)?;
@@ -94,6 +99,14 @@ impl Gateway {
     /// Addresses in use.
     fn addresses(&self) -> Vec<String> {
         self.addresses.clone()
+    }
+
+    /// Its state, as JSON text; nothing once it is closed.
+    fn status_json(&self, py: Python<'_>) -> Option<String> {
+        py.detach(|| {
+            let gateway = self.gateway.lock().ok()?;
+            serde_json::to_string(&gateway.as_ref()?.status()).ok()
+        })
     }
 
     /// Ends the sessions, commits what was asked for, closes the store. Waits at most `patience_s`.

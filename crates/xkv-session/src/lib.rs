@@ -9,6 +9,8 @@ pub mod control;
 #[cfg(not(loom))]
 pub mod entry;
 #[cfg(not(loom))]
+mod failures;
+#[cfg(not(loom))]
 #[allow(unsafe_code)]
 pub mod memory;
 #[cfg(not(loom))]

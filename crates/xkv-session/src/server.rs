@@ -17,6 +17,7 @@ use crate::control::{
     self, Bye, Frames, Heartbeat, Hello, MAX_FRAME, Message, Refusal, RefusalCode, StatusRequest, VERSION,
     Welcome,
 };
+use crate::failures::Failures;
 use crate::memory::{Geometry, MAX_SLOTS, RingMemory};
 use crate::pass::{self, Access, Handover};
 use crate::service::Service;
@@ -32,6 +33,10 @@ const TICK: Duration = Duration::from_millis(100);
 const REFUSED: Duration = Duration::from_millis(100);
 /// How long a client waits for a seat.
 const SEATING: Duration = Duration::from_millis(500);
+/// How long a failure shows: whoever asks every ten seconds, as is usual, sees it.
+const FAILURE_SHOWS: Duration = Duration::from_secs(15);
+/// A request or a group of commits that takes longer keeps the gateway from being ready.
+const SLOW: Duration = Duration::from_secs(5);
 /// Characters that a client's name for itself is cut to.
 const NAME_CHARS: usize = 64;
 
@@ -118,6 +123,16 @@ pub struct GatewayStatus {
     pub sessions_opened: u64,
     /// See `sessions_opened`.
     pub sessions_refused: u64,
+    /// Since the start: reads that failed; writes, commits and removals that did; objects that found no room.
+    pub failed_reads: u64,
+    /// See `failed_reads`.
+    pub failed_writes: u64,
+    /// See `failed_reads`.
+    pub rejected: u64,
+    /// Whether it does its work at the moment.
+    pub ready: bool,
+    /// Why not.
+    pub reasons: Vec<String>,
 }
 
 /// State of a drive.
@@ -205,6 +220,7 @@ struct Shared {
     /// Bytes moved for sessions that have ended; added up under the lock of `sessions`.
     past_read: AtomicU64,
     past_written: AtomicU64,
+    failures: Arc<Failures>,
 }
 
 /// One of the `max_sessions`.
@@ -276,6 +292,7 @@ impl Gateway {
             refused: AtomicU64::new(0),
             past_read: AtomicU64::new(0),
             past_written: AtomicU64::new(0),
+            failures: Arc::default(),
         });
         let weak = Arc::downgrade(&shared);
         shared.store.on_space(Arc::new(move || {
@@ -493,7 +510,7 @@ impl Shared {
         control::send(stream, &Message::Welcome(welcome.clone())).map_err(limit)?;
         let gone = || self.closing() || has_left(stream);
         handover.give(fd, welcome.ticket, OPENING, gone).map_err(limit)?;
-        let service = Service::start(self.store.clone(), memory).map_err(limit)?;
+        let service = Service::start(self.store.clone(), memory, self.failures.clone()).map_err(limit)?;
         Ok(Opened { welcome, service, _seat: seat })
     }
 
@@ -606,6 +623,30 @@ impl Shared {
             let past = [&self.past_read, &self.past_written].map(|bytes| bytes.load(Ordering::Relaxed));
             (sessions.iter().map(SessionEntry::status).collect::<Vec<_>>(), past)
         };
+        let mut reasons = Vec::new();
+        if read_only {
+            reasons.push("the store takes no changes: its log failed".into());
+        }
+        let slow = |since: Duration| since > SLOW;
+        for (drive, info) in drives.iter().zip(self.store.drive_info()) {
+            if let Some(age) = drive.oldest.map(|oldest| oldest.elapsed()).filter(|&age| slow(age)) {
+                reasons.push(format!("{} has not answered for {:.0} s", info.name, age.as_secs_f64()));
+            }
+        }
+        if let Some(age) = committing_for.filter(|&age| slow(age)) {
+            reasons.push(format!("a group of commits has been written for {:.0} s", age.as_secs_f64()));
+        }
+        let [reads, writes, no_space] =
+            [self.failures.reads(), self.failures.writes(), self.failures.no_space()];
+        for ((_, ago), what) in [
+            (reads, "a read failed"),
+            (writes, "a write or commit failed"),
+            (no_space, "an object found no room"),
+        ] {
+            if let Some(ago) = ago.filter(|&ago| ago < FAILURE_SHOWS) {
+                reasons.push(format!("{what} {:.0} s ago", ago.as_secs_f64()));
+            }
+        }
         GatewayStatus {
             store: self.store.id(),
             generation: format!("{:016x}", self.generation),
@@ -643,6 +684,11 @@ impl Shared {
             sessions,
             sessions_opened: self.opened.load(Ordering::Relaxed),
             sessions_refused: self.refused.load(Ordering::Relaxed),
+            failed_reads: reads.0,
+            failed_writes: writes.0,
+            rejected: no_space.0,
+            ready: reasons.is_empty(),
+            reasons,
         }
     }
 }

@@ -16,6 +16,7 @@ use xkv_store::{
 };
 
 use crate::entry::{NO_SLOT, Operation, Reply, Request, Status};
+use crate::failures::Failures;
 use crate::memory::{RingMemory, SharedQueue, SlotTable};
 use crate::queue::{Consumer, Corrupt, Producer, QueueMemory};
 
@@ -38,6 +39,7 @@ struct Replies {
     answered: AtomicU64,
     bytes_read: AtomicU64,
     bytes_written: AtomicU64,
+    failures: Arc<Failures>,
     fault: Mutex<Option<String>>,
 }
 
@@ -54,6 +56,7 @@ impl Replies {
     }
 
     fn answer(&self, reply: &Reply) {
+        self.failures.note(reply);
         let mut producer = self.producer.lock();
         // Counted before the client can see the reply, and under the lock, where reply and request change places.
         self.answered.fetch_add(1, Ordering::Relaxed);
@@ -155,8 +158,12 @@ pub(crate) struct Service {
 }
 
 impl Service {
-    /// Starts the thread that serves a session's ring.
-    pub(crate) fn start(store: Store, memory: Arc<RingMemory>) -> io::Result<Arc<Self>> {
+    /// Starts the thread that serves a session's ring; failures are counted in `failures`.
+    pub(crate) fn start(
+        store: Store,
+        memory: Arc<RingMemory>,
+        failures: Arc<Failures>,
+    ) -> io::Result<Arc<Self>> {
         let service = Arc::new(Self {
             store,
             slots: SlotTable::new(&memory),
@@ -166,6 +173,7 @@ impl Service {
                 answered: AtomicU64::new(0),
                 bytes_read: AtomicU64::new(0),
                 bytes_written: AtomicU64::new(0),
+                failures,
                 fault: Mutex::default(),
             }),
             memory,
