@@ -23,6 +23,9 @@ DEFAULT_GATEWAY_PORT: Final = 5557
 DEFAULT_SHM_DIR: Final = "/dev/shm"
 """The folder shared with the gateway."""
 
+DEFAULT_METRICS_HOST: Final = "127.0.0.1"
+"""Where the plugin's own metrics port listens."""
+
 DEFAULT_FRAGMENT_BYTES: Final = 131072
 """What `fragment_bytes="auto"` means for a new store."""
 
@@ -36,12 +39,6 @@ L1_WRITE_TTL_S: Final = 600
 """LMCache's default write lock on L1 objects (`--l1-write-ttl-seconds`): a load must end before it does."""
 
 MAX_NAMESPACE_BYTES: Final = 1024
-
-_UNAVAILABLE: Final = {
-    "metrics_host": "the plugin's own metrics port",
-    "metrics_port": "the plugin's own metrics port",
-}
-"""Parameters of parts that this version does not have, and the part."""
 
 
 @dataclass(frozen=True)
@@ -194,11 +191,14 @@ class AdapterParams(BaseModel):
         min_length=1,
     )
     metrics_host: str | None = _parameter(
-        None, "address of the plugin's own /metrics", "a host name or an address", min_length=1
+        None,
+        f"address of metrics_port, {DEFAULT_METRICS_HOST} if not given",
+        "a host name or an address",
+        min_length=1,
     )
     metrics_port: int | None = _parameter(
         None,
-        "port of the plugin's own /metrics, /livez and /readyz",
+        "port of the plugin's own /metrics, /livez, /readyz and /status; off if not given",
         "a port from 1 to 65535",
         ge=1,
         le=65535,
@@ -338,7 +338,7 @@ def _split_paths(store: str | list[str]) -> list[str]:
 
 
 def _contradictions(raw: Mapping[str, object]) -> list[Problem]:
-    """What is wrong with the parameters together, and what needs a part that is not there."""
+    """What is wrong with the parameters together."""
     problems = []
 
     def complain(key: str, message: str) -> None:
@@ -353,8 +353,10 @@ def _contradictions(raw: Mapping[str, object]) -> list[Problem]:
             complain(
                 key, "is for a gateway, but neither host nor port is set; set one of them or leave it out"
             )
-    for key, part in _UNAVAILABLE.items():
-        complain(key, f"needs {part}, which this version does not have; leave it out")
+    if raw.get("metrics_port") is None:
+        complain(
+            "metrics_host", "is where metrics_port listens, but that is not set; set it or leave this out"
+        )
     return problems
 
 
