@@ -1,4 +1,5 @@
-"""`make bench`: LMCache's own benchmark of an L2 adapter, ours beside LMCache's `fs_native`, on the same drive."""
+"""`make bench`: LMCache's own benchmark of an L2 adapter, ours beside LMCache's `fs_native`, on the same drive; then our
+embedded store beside a gateway's."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from demo import ring
 from demo.stack import ROOT
 
 NUM_KEYS, IN_FLIGHT, ROUNDS, SIZE_KB = 8, 4, 3, 4096
@@ -127,11 +129,13 @@ def main() -> int:
                 rates = (each[f"throughput_{which}_mbps"] for which in ("avg", "min", "max"))
                 done = f"{each['total_success']}/{each['total_keys']}"
                 table.add_row(name, operation, done, *(f"{rate:.0f}" for rate in rates))
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    console.print(table)
     print(
         "xkv answers a store when it is committed and flushed to the drive. Loads of fs_native without direct I/O come"
     )
     print("from the page cache. The data of the last round of loads was checked.")
+    console.print(ring.comparison(run))
     return 0
 
 
