@@ -80,12 +80,6 @@ class _Command(click.Command):
         with formatter.section("Exit codes (otherwise the command's, 128 + n on signal n)"):
             formatter.write_dl([(str(code.value), text) for code, text in reference.EXIT_CODES.items()])
 
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = super().shell_complete(ctx, incomplete)
-        if "container".startswith(incomplete) and not ctx.params.get("command"):
-            found.append(CompletionItem("container", help="the server in a container of its own"))
-        return found
-
 
 _FIELDS = {variable.field for variable in VARIABLES.values()}
 
@@ -111,8 +105,11 @@ def _complete_value(
     return [CompletionItem(word) for word in variable.choices if word.startswith(incomplete.lower())]
 
 
-def _complete_command(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    return [CompletionItem(incomplete, type="file")]
+def _complete_command(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    found = [CompletionItem(incomplete, type="file")]
+    if "container".startswith(incomplete) and not ctx.params.get("command"):
+        found.append(CompletionItem("container", help="the server in a container of its own"))
+    return found
 
 
 @click.command(

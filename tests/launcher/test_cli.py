@@ -237,3 +237,35 @@ def test_a_wait_can_be_interrupted_as_pid_1() -> None:
         (launcher,) = await_value(lambda: psutil.Process(process.pid).children())
         launcher.terminate()
         assert process.wait(timeout=10) == 143
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("--on-server-exit re", {"restart"}),
+        ("--xkv-verify f", {"full"}),
+        ("--l1-g", {"--l1-gb"}),
+        ("cont", {"cont", "container"}),  # a file of that name, too
+        ("container s", {"stop", "status"}),
+        ("container run --gpus n", {"none"}),
+    ],
+)
+def test_a_shell_completes(words: str, wanted: set[str]) -> None:
+    line = f"xkv_lmcache_autostart {words}"
+    done = run(
+        _XKV_LMCACHE_AUTOSTART_COMPLETE="bash_complete",
+        COMP_WORDS=line,
+        COMP_CWORD=str(line.count(" ")),
+    )
+    assert {answer.partition(",")[2] for answer in done.stdout.splitlines()} == wanted
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script(shell: str) -> None:
+    script = run("--completion", shell).stdout
+    assert f"_XKV_LMCACHE_AUTOSTART_COMPLETE={shell}_complete" in script
+    assert "xkv_lmcache_autostart" in script
+
+
+def test_json_is_for_the_check_alone() -> None:
+    assert run("--json", "--", "true").returncode == 2
