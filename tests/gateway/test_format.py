@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from demo.gateway import GatewayProcess
+from tests.conftest import LoopDevices
 from tests.gateway.command import xkv
 from tests.plugin.client import Client
 
@@ -44,6 +46,27 @@ def test_what_is_there_is_lost_only_with_force(tmp_path: Path) -> None:
     assert foreign.read_bytes() == before
     assert xkv("format", foreign, "--yes", "--force").returncode == 0
     assert xkv("check", foreign).returncode == 0
+
+
+def test_a_filesystem_on_a_block_device(loop_devices: LoopDevices) -> None:
+    drives = loop_devices(2, 32 << 20)
+    with drives[1].open("r+b") as drive:
+        # The signature of ext4, and data in the last block, where other formats keep theirs.
+        drive.seek(1080)
+        drive.write(b"\x53\xef")
+        drive.seek(-512, os.SEEK_END)
+        drive.write(b"EFI PART")
+    refused = xkv("format", *drives, "--yes")
+    assert refused.returncode == 1, refused.stderr
+    assert f"{drives[0]}: blank" in refused.stderr
+    assert f"{drives[1]}: holds what looks like an ext2/3/4 filesystem" in refused.stderr
+    assert xkv("format", *drives, "--yes", "--force").returncode == 0
+    with drives[1].open("rb") as drive:
+        drive.seek(-512, os.SEEK_END)
+        assert not any(drive.read())
+    with Client(store=[str(drive) for drive in drives]) as client:
+        assert client.set({"key": b"x" * 300_000})
+    assert xkv("check", *drives).returncode == 0
 
 
 def test_wrong_usage_is_exit_code_2(tmp_path: Path) -> None:

@@ -77,6 +77,23 @@ def test_the_first_signal_ends_sessions_commits_and_closes(number: signal.Signal
     assert done.returncode == 0 and json.loads(done.stdout)["objects"] == len(objects)
 
 
+def test_as_the_first_process_of_a_container(tmp_path: Path) -> None:
+    """The kernel hands process 1 no signal that it neither handles nor blocks."""
+    if os.geteuid() != 0:
+        pytest.skip("a process namespace needs root")
+    prefix = ("unshare", "--pid", "--fork", "--kill-child")
+    with GatewayProcess(tmp_path / "store", prefix=prefix) as gateway:
+        with Client(**gateway.params) as client:
+            assert client.set({"key": b"x" * 5000})
+        status = Path(f"/proc/{gateway.pid}/status").read_text()
+        (numbers,) = (line.split()[1:] for line in status.splitlines() if line.startswith("NSpid:"))
+        assert numbers[-1] == "1"
+        pid, process, gateway.process = gateway.pid, gateway.process, None
+        os.kill(pid, signal.SIGTERM)
+        assert process is not None and process.wait(30) == 0
+        assert '"closed"' in gateway.log.read_text()
+
+
 @pytest.mark.parametrize("again", [True, False])
 def test_a_drive_that_hangs_holds_the_end_up_only_so_long(again: bool, tmp_path: Path) -> None:
     """Closing writes down what was used last; the flush of that takes a minute here. A second signal ends at once."""

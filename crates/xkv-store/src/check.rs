@@ -387,3 +387,57 @@ fn place(drives: &[(Superblock, Arc<dyn Device>)], slot: u32) -> (usize, u32) {
     }
     unreachable!("recovery keeps only slots that exist")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::device::testing::MemoryDevice;
+    use crate::store::Store;
+
+    const FRAGMENT: usize = 4096;
+
+    /// Writes records behind the log's end, as no store would.
+    fn append(device: &Arc<MemoryDevice>, records: &[u8]) {
+        let header = set::read(&**device).unwrap().unwrap();
+        let mut log = Log::new(device.clone(), header.clone()).unwrap();
+        recover(&mut log, header.slots as usize, FRAGMENT).unwrap();
+        log.append(records).unwrap();
+    }
+
+    fn commit(key: &[u8], slots: &[u32], size: u64) -> Vec<u8> {
+        let key = ObjectKey::new(&Arc::from(&b"ns"[..]), key);
+        let zeros = vec![0; FRAGMENT];
+        let sums: Vec<_> =
+            (0..slots.len()).map(|index| fragment_sums(key.digest(), index as u32, &zeros)).collect();
+        let mut records = Vec::new();
+        let (namespace, key) = (key.namespace(), key.key());
+        record::put_commit(
+            &mut records,
+            &ManifestRef { recency: 1, size, namespace, key, slots, sums: &sums },
+        );
+        records
+    }
+
+    #[test]
+    fn overlaps_and_manifests_that_cannot_be_right_are_told_and_repaired() {
+        let device = MemoryDevice::new(16 << 20);
+        let config = StoreConfig { fragment_bytes: Some(FRAGMENT as u32), ..StoreConfig::default() };
+        drop(Store::format_on(vec![device.clone()], &config, false).unwrap());
+        let bytes = FRAGMENT as u64;
+        append(&device, &commit(b"older", &[1, 2], 2 * bytes));
+        append(&device, &commit(b"newer", &[2, 3], 2 * bytes));
+        append(&device, &commit(b"size", &[4], 2 * bytes));
+        append(&device, &commit(b"slot", &[u32::MAX], bytes));
+        let examine = |repair| {
+            check_on(vec![device.clone()], &config, repair, &mut |_| ControlFlow::Continue(())).unwrap()
+        };
+        for repair in [false, true] {
+            let report = examine(repair);
+            assert_eq!((report.overlapping, report.implausible, report.log_damage), (1, 2, 0), "{report:?}");
+            assert_eq!((report.objects, report.slots_used, report.damaged.len()), (1, 2, 0));
+            assert_eq!(report.repaired, repair);
+        }
+        let report = examine(false);
+        assert!(report.is_clean() && report.objects == 1, "{report:?}");
+    }
+}
