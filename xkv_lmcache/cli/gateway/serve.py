@@ -102,8 +102,8 @@ class Daemon:
             )
         except (OSError, ValueError) as error:
             fail(f"the gateway cannot start: {reason(error)}")
-        metrics = self._serve_metrics(gateway)
         self._serving.set()
+        metrics = self._serve_metrics(gateway)
         self._stop.wait()
         if metrics is not None:
             metrics.close()
