@@ -273,9 +273,7 @@ def status(name: str, as_json: bool) -> None:
                 "image": found.attrs["Config"]["Image"],
                 "started": found.attrs["State"]["StartedAt"],
                 "restarts": found.attrs.get("RestartCount", 0),
-                "settings": environment.masked(
-                    {key: value for key, value in variables.items() if key.startswith("LMC_")}
-                ),
+                "settings": _shown(variables, configuration.settings),
             }
     if as_json:
         click.echo(json.dumps(report, indent=2))
@@ -447,6 +445,14 @@ def _ulimit(text: str) -> dict[str, Any]:
 def _variables(found: Container) -> dict[str, str]:
     pairs: Iterable[str] = found.attrs["Config"]["Env"] or ()
     return dict(pair.partition("=")[::2] for pair in pairs)
+
+
+def _shown(variables: Mapping[str, str], settings: Settings) -> dict[str, str]:
+    """The settings among a container's variables, for people to see."""
+    shown = environment.masked({key: value for key, value in variables.items() if key.startswith("LMC_")})
+    if "LMC_EXTRA_ARGS" in shown:
+        shown["LMC_EXTRA_ARGS"] = shlex.join(environment.masked_argv(settings.extra_args))
+    return shown
 
 
 def _differences(found: Container, wanted: Mapping[str, Any]) -> str:

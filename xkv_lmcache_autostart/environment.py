@@ -112,8 +112,8 @@ def is_secret(name: str) -> bool:
 
 
 def masked(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` for people to see: secrets masked, also those in URLs."""
-    return {name: _MASK if is_secret(name) else _without_user_info(value) for name, value in environ.items()}
+    """`environ` for people to see: secrets masked, also those in URLs and in JSON."""
+    return {name: _MASK if is_secret(name) else _masked_value(value) for name, value in environ.items()}
 
 
 def masked_argv(argv: Sequence[str]) -> list[str]:

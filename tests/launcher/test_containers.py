@@ -188,9 +188,11 @@ def test_status_logs_and_stop(server: Server) -> None:
     assert (absent.returncode, absent.stdout) == (1, f"{server.name}: absent, not ready\n")
     assert server.call("stop").returncode == 0
     assert server.call("logs").returncode == 1
-    assert server.run().returncode == 0
+    assert server.run(LMC_EXTRA_ARGS="--my-token hunter2").returncode == 0
     status = server.call("status")
     assert status.returncode == 0
+    assert "hunter2" not in status.stdout
+    assert "LMC_EXTRA_ARGS='--my-token" in status.stdout
     assert status.stdout.startswith(f"{server.name}: running, ready\n")
     assert f"LMC_PORT={server.ports[0]}" in status.stdout
     logs = server.call("logs")
