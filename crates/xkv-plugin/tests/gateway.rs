@@ -1,6 +1,9 @@
 //! A gateway that comes, goes, freezes or refuses: every operation is answered in time, no first one fails for an idle
 //! restart, and what comes late lands nowhere.
 
+// The clone also makes it a `dyn Device`.
+#![allow(clippy::cloned_ref_to_slice_refs)]
+
 mod common;
 
 use std::net::TcpListener;
