@@ -126,8 +126,13 @@ def _mounts(configuration: Configuration) -> tuple[dict[str, str], list[str]]:
         if _is_block_device(path):
             devices.append(path)
             continue
-        if not os.path.exists(path):
-            os.makedirs(path, exist_ok=True)
+        try:
+            if not os.path.exists(path):
+                os.makedirs(path)
+        except OSError as error:
+            _fail(
+                f"the folder {path} cannot be made ({error.strerror}); make it, or choose another LMC_XKV_STORE"
+            )
         mounts[os.path.abspath(path)] = "rw"
     if params.stats_path is not None:
         mounts[os.path.dirname(os.path.abspath(params.stats_path))] = "rw"
@@ -318,7 +323,7 @@ class _Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._client.close()
-        if isinstance(error, self._docker.errors.DockerException):
+        if isinstance(error, self._docker.errors.DockerException | OSError):
             _fail(f"the container engine refuses: {getattr(error, 'explanation', None) or error}")
 
     def find(self, name: str) -> Container | None:
