@@ -80,9 +80,12 @@ def _setting(default: Any, meaning: str, *, secret: bool = False) -> Any:
     return Field(default, description=meaning, json_schema_extra={"secret": secret})
 
 
-def _adapter(param: str) -> Any:
-    """A setting that sets an adapter parameter, which has the default and the meaning; None is unset."""
-    meaning = AdapterParams.model_fields[param].description
+def _adapter(param: str, more: str = "") -> Any:
+    """A setting that sets an adapter parameter, which has the default and the meaning; None is unset.
+
+    `more` is what the launcher adds to the meaning.
+    """
+    meaning = f"{AdapterParams.model_fields[param].description}{more}"
     return Field(None, description=meaning, json_schema_extra={"param": param})
 
 
@@ -144,7 +147,7 @@ class Settings(BaseModel):
     xkv_store_deadline_s: Seconds | None = _adapter("store_deadline_s")
     xkv_reopen_s: Seconds | None = _adapter("reopen_after_s")
     xkv_pending_mb: MiB | None = _adapter("max_pending_store_mb")
-    xkv_namespace: Text | None = _adapter("namespace")
+    xkv_namespace: Text | None = _adapter("namespace", "; auto derives it from the files of the model")
     xkv_stats_s: Seconds | None = _adapter("stats_interval_s")
     xkv_stats_path: Path | None = _adapter("stats_path")
     xkv_params: JsonObject = _setting({}, "adapter parameters as JSON, merged last over all of the above")
