@@ -30,7 +30,9 @@ def _fields(found: Mapping[str, Any], path: str) -> Iterator[tuple[str, str, str
         if path == "operations." and name != "get":
             continue
         where = path + (name if path != "operations." else "<operation>")
-        meaning = field["description"] if path != "operations." else "`get`, `set`, `exists` and `delete`, each:"
+        meaning = (
+            field["description"] if path != "operations." else "`get`, `set`, `exists` and `delete`, each:"
+        )
         yield where, _kind(field), meaning
         inner = field.get("items", field)
         yield from _fields(inner, where + ("[]." if "items" in field else "."))

@@ -50,6 +50,7 @@ class Daemon:
         self._configuration = configuration
         self._serving = threading.Event()
         self._stop = threading.Event()
+        self._gateway: Gateway | None = None
 
     def run(self) -> None:
         """Serve until a signal says to stop. Exits."""
@@ -82,8 +83,10 @@ class Daemon:
             source = SETTINGS["host"].variable
             refuse_settings([SettingProblem(source, ",".join(settings.host), message)])
         threading.Thread(target=self._take_signals, args=(stop_signals,), daemon=True).start()
+        # Before the store is opened: a port that is taken is found first, and opening may take a while.
+        metrics = self._serve_metrics()
         try:
-            gateway = _native.Gateway(
+            self._gateway = _native.Gateway(
                 store=settings.store,
                 store_gb=settings.store_gb,
                 fragment_bytes=settings.wanted_fragment_bytes,
@@ -103,42 +106,38 @@ class Daemon:
         except (OSError, ValueError) as error:
             fail(f"the gateway cannot start: {reason(error)}")
         self._serving.set()
-        metrics = self._serve_metrics(gateway)
         self._stop.wait()
         if metrics is not None:
             metrics.close()
-        gateway.close(CLOSE_S)
+        self._gateway.close(CLOSE_S)
         self._log("info", "closed")
         sys.exit(ExitCode.OK)
 
-    def _serve_metrics(self, gateway: Gateway) -> MetricsServer | None:
+    def _serve_metrics(self) -> MetricsServer | None:
         settings = self._configuration.settings
         if settings.metrics_port is None:
             return None
         from xkv_lmcache.metrics import GatewayCollector
         from xkv_lmcache.metrics_http import MetricsServer, Source
 
-        def status() -> dict[str, Any] | None:
-            text = gateway.status_json()
-            return None if text is None else dict(json.loads(text))
-
         def troubles() -> list[str]:
-            state = status()
+            state = self._status()
             return (
-                ["the gateway is closed"] if state is None else [str(reason) for reason in state["reasons"]]
+                ["the store is not open"] if state is None else [str(reason) for reason in state["reasons"]]
             )
 
+        source = Source(GatewayCollector(self._status), self._status, troubles)
         try:
-            server = MetricsServer(
-                settings.metrics_host,
-                settings.metrics_port,
-                Source(GatewayCollector(status), status, troubles),
-            )
+            server = MetricsServer(settings.metrics_host, settings.metrics_port, source)
         except OSError as error:
-            gateway.close(CLOSE_S)
             fail(reason(error))
         self._log("info", f"metrics on {settings.metrics_host}, port {server.port}")
         return server
+
+    def _status(self) -> dict[str, Any] | None:
+        """The gateway's state; None while it is not open."""
+        text = self._gateway.status_json() if self._gateway is not None else None
+        return None if text is None else dict(json.loads(text))
 
     def _take_signals(self, numbers: set[signal.Signals]) -> None:
         first = signal.Signals(signal.sigwait(numbers))
