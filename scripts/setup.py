@@ -30,7 +30,7 @@ TORCH = "torch==2.13.0"
 MATRIX = ("lmcache-0.5.5", "lmcache-0.5.6")
 
 # Debian package -> a program it brings, for what neither pip nor cargo can install.
-SYSTEM = {"build-essential": "cc", "util-linux": "losetup"}
+SYSTEM = {"build-essential": "cc", "util-linux": "losetup", "iproute2": "ip", "iptables": "iptables"}
 
 # The same for tests alone: where they cannot be installed, the tests that need them are skipped.
 TEST_TOOLS = {

@@ -45,8 +45,10 @@ def test_a_missing_hit_or_another_token_is_a_fault(bad: Phase, said: str) -> Non
 
 @pytest.mark.lmcache
 @pytest.mark.usefixtures("tiny_model")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_running(how: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "flags"), [(signal.SIGINT, []), (signal.SIGTERM, ["--gateway"]), (signal.SIGKILL, ["--gateway"])]
+)
+def test_nothing_is_left_running(how: signal.Signals, flags: list[str], tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -55,6 +57,7 @@ def test_nothing_is_left_running(how: signal.Signals, tmp_path: Path) -> None:
         str(tmp_path),
         "--models",
         str(ROOT / ".run" / "models"),
+        *flags,
     ]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     demo = subprocess.Popen(
@@ -64,7 +67,9 @@ def test_nothing_is_left_running(how: signal.Signals, tmp_path: Path) -> None:
         assert demo.stdout is not None
         assert any("the LMCache server is ready" in line for line in demo.stdout)
         started = psutil.Process(demo.pid).children(recursive=True)
-        assert any(SERVER_MODULE in process.cmdline() for process in started)
+        commands = [process.cmdline() for process in started]
+        assert any(SERVER_MODULE in command for command in commands)
+        assert any("gateway" in command for command in commands) == bool(flags)
         demo.send_signal(how)
         assert demo.wait(60) == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[how]
         _, alive = psutil.wait_procs(started, timeout=60)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from demo.stack import CHUNK, Answer, Hits, Serving
+from tests.backends import Backend
 
 # Three minutes alone on two cores; a machine that is busy with other things may take its time.
 pytestmark = [pytest.mark.lmcache, pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -59,11 +60,10 @@ def counted(stats: Path) -> dict[str, Any]:
 
 
 def test_every_answer_is_the_same(
-    tiny_model: Path, right: dict[str, tuple[int, ...]], tmp_path: Path
+    backend: Backend, tiny_model: Path, right: dict[str, tuple[int, ...]], tmp_path: Path
 ) -> None:
-    (tmp_path / "store").mkdir()
     stats = tmp_path / "stats.json"
-    adapter_params = {"store": str(tmp_path / "store"), "store_gb": 1, "stats_path": str(stats)}
+    adapter_params = backend.params(tmp_path / "store", store_gb=1, stats_path=str(stats))
 
     with Serving(tiny_model, tmp_path / "first.log", adapter_params) as serving:
         serving.wait_until_ready()
