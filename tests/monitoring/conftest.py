@@ -15,7 +15,7 @@ import httpx
 import pytest
 import yaml
 
-from demo.stack import Service, free_ports
+from demo.stack import Service, answers_200, free_ports
 
 ROOT = Path(__file__).parents[2]
 HTTP = httpx.Client(trust_env=False, timeout=10)
@@ -81,6 +81,8 @@ class Prometheus:
         ]
         command += [f"--web.listen-address=127.0.0.1:{self.port}"]
         self.service = Service(command, folder / "prometheus.log", {})
+        ready = f"http://127.0.0.1:{self.port}/-/ready"
+        self.service.wait_for("a ready Prometheus", lambda: answers_200(ready), 60)
 
     def get(self, path: str, **params: str) -> Any:
         answer = HTTP.get(f"http://127.0.0.1:{self.port}/api/v1/{path}", params=params).json()
@@ -94,11 +96,7 @@ class Prometheus:
 
     def await_value(self, expression: str, wanted: Callable[[float], bool], timeout_s: float = 30) -> float:
         def probe() -> float | None:
-            try:
-                found = self.query(expression)
-            except httpx.HTTPError:
-                return None
-            return next((value for _, value in found if wanted(value)), None)
+            return next((value for _, value in self.query(expression) if wanted(value)), None)
 
         return await_that(expression, probe, timeout_s)
 

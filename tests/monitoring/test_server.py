@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from demo.gateway import GatewayProcess
-from demo.stack import CHUNK, Service, free_ports
+from demo.stack import Service, free_ports
 from tests.e2e.test_storage import SEQUENCES, drive, server
 from tests.monitoring.conftest import HTTP, ROOT, Prometheus, await_that, series
 

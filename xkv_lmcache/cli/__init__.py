@@ -7,6 +7,7 @@ from importlib import metadata
 import click
 
 from xkv_lmcache.cli.gateway import gateway
+from xkv_lmcache.cli.top import top
 
 
 @click.group(context_settings={"max_content_width": 110})
@@ -16,6 +17,7 @@ def xkv() -> None:
 
 
 xkv.add_command(gateway)
+xkv.add_command(top)
 
 
 def main() -> None:

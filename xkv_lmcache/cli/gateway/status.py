@@ -11,6 +11,7 @@ import click
 from xkv_lmcache.cli.complaint import fail, reason
 from xkv_lmcache.cli.gateway.listen import connect_host
 from xkv_lmcache.cli.gateway.options import SettingsCommand, configure, settings_options
+from xkv_lmcache.cli.text import byte_text, duration_text
 
 FIELDS: Final = ("host", "port", "token_file")
 
@@ -74,17 +75,17 @@ def _show(state: dict[str, Any]) -> None:
         console.width = 200
     used, total = state["slots_used"], state["slots_total"]
     size = state["fragment_bytes"]
-    console.print(f"store      {state['store']}, up {_duration(state['uptime_s'])}")
+    console.print(f"store      {state['store']}, up {duration_text(state['uptime_s'])}")
     console.print(
-        f"usage      {_bytes(used * size)} of {_bytes(total * size)} ({100 * used / total:.1f} %), "
+        f"usage      {byte_text(used * size)} of {byte_text(total * size)} ({100 * used / total:.1f} %), "
         f"{state['objects']} objects in fragments of {size} bytes"
     )
     if state["read_only"]:
         console.print("READ-ONLY  the manifest log failed; the gateway's log says why")
     per_s = state["rates"]
     console.print(
-        f"rates      {_bytes(per_s['bytes_read_per_s'])}/s read, "
-        f"{_bytes(per_s['bytes_written_per_s'])}/s written, {per_s['committed_per_s']:.0f} objects/s stored, "
+        f"rates      {byte_text(per_s['bytes_read_per_s'])}/s read, "
+        f"{byte_text(per_s['bytes_written_per_s'])}/s written, {per_s['committed_per_s']:.0f} objects/s stored, "
         f"{per_s['evicted_per_s']:.0f}/s evicted, {per_s['io_per_s']:.0f} I/Os/s"
     )
     drives = Table("drive", "size", "used", "I/O", "queued", "in flight", "oldest", box=None, pad_edge=False)
@@ -92,7 +93,7 @@ def _show(state: dict[str, Any]) -> None:
         oldest = drive["oldest_ms"]
         drives.add_row(
             drive["name"],
-            _bytes(drive["bytes"]),
+            byte_text(drive["bytes"]),
             f"{100 * drive['slots_used'] / drive['slots_total']:.1f} %",
             f"{drive['engine']}, {'direct' if drive['direct'] else 'buffered'}",
             str(drive["queued"]),
@@ -114,31 +115,12 @@ def _show(state: dict[str, Any]) -> None:
                 str(session["number"]),
                 session["client"],
                 session["address"],
-                _duration(session["age_s"]),
+                duration_text(session["age_s"]),
                 f"{session['slots_in_use']}/{session['slots']}",
                 str(session["in_flight"]),
                 str(session["leases"]),
                 str(session["transactions"]),
-                _bytes(session["bytes_read"]),
-                _bytes(session["bytes_written"]),
+                byte_text(session["bytes_read"]),
+                byte_text(session["bytes_written"]),
             )
         console.print(sessions)
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
