@@ -64,6 +64,9 @@ def run(
             scraping.await_value('xkv_operation_keys_total{operation="exists"}', lambda value: value == 0)
             scraping.await_value("xkv_gateway_sessions", lambda value: value == 1)
             drive(port, http_port)
+            # L1 alone, so that the second time all of it comes from us.
+            assert HTTP.post(f"http://127.0.0.1:{http_port}/cache/clear").status_code == 200
+            drive(port, http_port)
             scraping.await_value("sum(xkv_gateway_read_bytes_total)", lambda value: value > 0)
             yield Run(service, port, http_port, gateway, scraping, stats)
 
