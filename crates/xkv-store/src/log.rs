@@ -4,7 +4,11 @@
 //! A block of 4 KiB: magic (u32), CRC-32C of the store's UUID and bytes 8.. (u32), epoch (u64), number in the area
 //! (u64), offset of the first record that starts in the payload, or 0xFFFF (u16), bytes used of the payload (u16),
 //! zero (u32), payload. Records run over block ends; a group of records always starts a new block.
+//!
+//! Epochs grow by steps that nobody can foresee: blocks that a snapshot left behind when it was cut short lie beyond the
+//! end of the next one in that area, and must not be taken for its continuation.
 
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::sync::Arc;
 
@@ -31,6 +35,8 @@ pub struct Log {
     chunk: SlotBuf,
     area: usize,
     epoch: u64,
+    /// Largest epoch that was read or written.
+    highest: u64,
     next: u64,
 }
 
@@ -48,7 +54,7 @@ impl Log {
     pub fn new(device: Arc<dyn Device>, header: Superblock) -> Result<Self> {
         let chunk = SlotPool::new(1, CHUNK)?.try_take().expect("the only slot of a new pool is free");
         let epoch = header.epoch;
-        Ok(Self { device, header, chunk, area: 1, epoch, next: 0 })
+        Ok(Self { device, header, chunk, area: 1, epoch, highest: epoch, next: 0 })
     }
 
     /// The drive's header with the epoch in force, to be written next.
@@ -104,7 +110,8 @@ impl Log {
         &mut self,
         fill: impl FnOnce(&mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()>,
     ) -> io::Result<()> {
-        let (area, epoch) = (1 - self.area, self.epoch + 1);
+        let (area, epoch) = (1 - self.area, self.highest.saturating_add(step()));
+        self.highest = epoch;
         let mut writer = BlockWriter::new(self, area, epoch, 0);
         fill(&mut |records| writer.push(records))?;
         let next = writer.finish()?;
@@ -126,7 +133,7 @@ impl Log {
             }
         }
         epochs.sort_unstable();
-        let newest = epochs.last().map_or(0, |e| e.0).max(self.header.epoch);
+        self.highest = epochs.last().map_or(0, |e| e.0).max(self.header.epoch);
         for (epoch, area) in epochs.into_iter().rev() {
             reset();
             let mut recovered = Recovered::default();
@@ -137,8 +144,7 @@ impl Log {
             }
         }
         reset();
-        // A fresh epoch above any that was ever used; blocks that could not be read may carry the one after `newest`.
-        self.epoch = newest + 1;
+        self.epoch = self.highest;
         Ok(Recovered::default())
     }
 
@@ -226,6 +232,11 @@ impl Log {
         }
         Ok(end)
     }
+}
+
+/// From one epoch to the next: 1 to 2^32.
+fn step() -> u64 {
+    1 + u64::from(RandomState::new().build_hasher().finish() as u32)
 }
 
 /// Blocks that `bytes` of records take.
@@ -377,5 +388,77 @@ impl<'a> BlockWriter<'a> {
         self.base += self.ready as u64;
         self.ready = 0;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::device::testing::MemoryDevice;
+    use crate::key::Digest;
+    use crate::layout;
+    use crate::record::{put_remove, put_snapshot_end};
+
+    fn records(kind: u8, count: usize) -> Vec<u8> {
+        let mut out = Vec::new();
+        for i in 0..count {
+            let mut digest = [kind; 32];
+            digest[..8].copy_from_slice(&(i as u64).to_le_bytes());
+            put_remove(&mut out, &Digest(digest));
+        }
+        out
+    }
+
+    fn whole(log: &mut Log, kind: u8, count: usize) {
+        let snapshot = log.snapshot(|put| {
+            let mut records = records(kind, count);
+            put_snapshot_end(&mut records, count as u64);
+            put(&records)
+        });
+        snapshot.unwrap();
+    }
+
+    fn found(log: &mut Log) -> Vec<Record> {
+        let all = std::cell::RefCell::new(Vec::new());
+        let recovered =
+            log.recover(|| all.borrow_mut().clear(), |record| all.borrow_mut().push(record)).unwrap();
+        assert!(recovered.complete && recovered.damaged == 0);
+        all.into_inner()
+    }
+
+    /// A snapshot fails after it wrote many blocks (the drive refuses, or the process dies). The log goes on, the live
+    /// manifests become fewer, and the next snapshot goes to the same area and is shorter: what the first one left behind
+    /// the second one's end is not part of the log, or removed objects would come back and take slots from new ones.
+    #[test]
+    fn blocks_of_a_snapshot_that_was_cut_short_join_no_later_one() {
+        let device: Arc<dyn Device> = MemoryDevice::new(64 << 20);
+        let header = Superblock {
+            area_bytes: 8 << 20,
+            ..layout::plan(&["a"], &[64 << 20], 4096, [1; 16], &[[2; 16]]).unwrap().remove(0)
+        };
+        let open = || Log::new(device.clone(), header.clone()).unwrap();
+        let mut log = open();
+        whole(&mut log, 1, 10);
+        let cut_short = |log: &mut Log| {
+            let failed = log.snapshot(|put| {
+                put(&records(2, 60_000))?;
+                Err(io::Error::other("cut short"))
+            });
+            assert!(failed.is_err());
+        };
+        cut_short(&mut log);
+        assert_eq!(found(&mut open()).len(), 10);
+        whole(&mut log, 3, 5);
+        log.append(&records(4, 1)).unwrap();
+        assert_eq!(found(&mut open()).len(), 6);
+
+        // The same over a restart.
+        cut_short(&mut log);
+        let mut log = open();
+        assert_eq!(found(&mut log).len(), 6);
+        whole(&mut log, 5, 3);
+        let records = found(&mut open());
+        assert_eq!(records.len(), 3);
+        assert!(matches!(&records[0], Record::Remove(Digest(digest)) if digest[31] == 5));
     }
 }
