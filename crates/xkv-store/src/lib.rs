@@ -13,6 +13,8 @@ mod config;
 pub mod error;
 mod evict;
 pub mod format;
+#[doc(hidden)]
+pub mod fuzzing;
 mod index;
 mod inner;
 #[allow(unsafe_code)]
