@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import pty
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from demo.gateway import GatewayProcess
 from tests.conftest import LoopDevices
-from tests.gateway.command import xkv
+from tests.gateway.command import XKV, environment, xkv
 from tests.plugin.client import Client
 
 
@@ -46,6 +50,22 @@ def test_what_is_there_is_lost_only_with_force(tmp_path: Path) -> None:
     assert foreign.read_bytes() == before
     assert xkv("format", foreign, "--yes", "--force").returncode == 0
     assert xkv("check", foreign).returncode == 0
+
+
+@pytest.mark.parametrize(("answer", "made"), [("y", True), ("n", False)])
+def test_it_asks_on_a_terminal(answer: str, made: bool, tmp_path: Path) -> None:
+    master, slave = pty.openpty()
+    with os.fdopen(master, "r+b", buffering=0) as terminal:
+        command = [*XKV, "gateway", "format", str(tmp_path / "store"), "--store-gb", "64MiB"]
+        process = subprocess.Popen(command, env=environment(), stdin=slave, stdout=slave, stderr=slave)
+        os.close(slave)
+        shown = b""
+        while b"Make a new store?" not in shown:
+            shown += terminal.read(1024)
+        assert not (tmp_path / "store").exists(), "it asks first"
+        terminal.write(answer.encode() + b"\n")
+        assert (process.wait(60) == 0) == made
+    assert (tmp_path / "store").exists() == made
 
 
 def test_a_filesystem_on_a_block_device(loop_devices: LoopDevices) -> None:

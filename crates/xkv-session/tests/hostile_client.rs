@@ -134,7 +134,7 @@ fn a_breach_of_the_ring_ends_the_session_and_no_other() {
     let _alone = alone();
     let rig = large_rig();
     let witness = Witness::start(&rig);
-    let floor = Held::now();
+    let floor = Held::floor();
     let breaches: &[Breach] = &[
         ("more entries than places", |raw| raw.set_tail(raw.entries + 1)),
         ("an index that jumps", |raw| raw.set_tail(1 << 31)),
@@ -267,7 +267,7 @@ fn random_bytes_cost_only_the_session() {
     let _alone = alone();
     let rig = large_rig();
     let witness = Witness::start(&rig);
-    let floor = Held::now();
+    let floor = Held::floor();
     for seed in 1..=rounds(1_500) {
         let rng = &mut Rng::new(seed);
         let Ok(mut raw) = Raw::open(&rig) else { panic!("seed {seed}: no session") };
@@ -352,7 +352,7 @@ fn connections_that_say_nothing_or_little_are_dropped() {
     let _alone = alone();
     let rig = large_rig();
     let witness = Witness::start(&rig);
-    let floor = Held::now();
+    let floor = Held::floor();
     let address = rig.gateway.addresses()[0];
     let mut held: Vec<TcpStream> = (0..1_000).map(|_| TcpStream::connect(address).unwrap()).collect();
     // The last ones were one too many, and are told so.
@@ -417,7 +417,7 @@ fn memory_that_is_not_fetched_or_fetched_wrongly_is_given_back() {
     let _alone = alone();
     let rig = large_rig();
     let witness = Witness::start(&rig);
-    let floor = Held::now();
+    let floor = Held::floor();
     let socket = |welcome: &serde_json::Value| rig.folder.path().join(welcome["socket"].as_str().unwrap());
 
     // Never fetched: refused after a while, and the name is gone.
@@ -477,7 +477,7 @@ fn the_memory_can_be_neither_shrunk_nor_sealed_and_holes_harm_nobody() {
 fn many_sessions_at_once_find_their_limit() {
     let _alone = alone();
     let rig = rig_with(MemoryDevice::new(32 << 20), |config: &mut GatewayConfig| config.max_sessions = 5);
-    let floor = Held::now();
+    let floor = Held::floor();
     let outcomes: Vec<bool> = std::thread::scope(|scope| {
         let tries: Vec<_> = (0..12).map(|_| scope.spawn(|| Raw::open(&rig).ok())).collect();
         let opened: Vec<_> = tries.into_iter().map(|one| one.join().unwrap()).collect();

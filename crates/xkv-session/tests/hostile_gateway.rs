@@ -62,7 +62,7 @@ fn open_with(act: impl FnOnce(TcpStream, &std::path::Path) + Send) -> Result<Ses
 
 /// The text of an error that came in time and left nothing behind.
 fn refused(what: &str, act: impl FnOnce(TcpStream, &std::path::Path) + Send) -> String {
-    let (floor, began) = (Held::now(), Instant::now());
+    let (floor, began) = (Held::floor(), Instant::now());
     let error = match open_with(act) {
         Ok(_) => panic!("{what}: a session was opened"),
         Err(error) => error.to_string(),
@@ -384,7 +384,7 @@ fn a_breach_of_the_ring_ends_the_session_and_answers_every_call_once() {
         ),
     ];
     for (what, breach, text) in breaches {
-        let floor = Held::now();
+        let floor = Held::floor();
         let mut o = opened(|_| ());
         let (request, answer) = o.call(Operation::Read, true);
         breach(&mut o, request);
@@ -402,7 +402,7 @@ fn a_breach_of_the_ring_ends_the_session_and_answers_every_call_once() {
 #[test]
 fn random_replies_and_indices_cost_only_the_session() {
     let _alone = alone();
-    let floor = Held::now();
+    let floor = Held::floor();
     for seed in 1..=300 {
         let rng = &mut Rng::new(seed);
         let mut o = opened(|_| ());

@@ -107,7 +107,7 @@ fn two_hundred_clients_killed_at_random_points_leave_nothing() {
     let _alone = alone();
     let rig = rig_with(MemoryDevice::new(32 << 20), |_| ());
     let witness = Witness::start(&rig);
-    let floor = Held::now();
+    let floor = Held::floor();
     let mut rng = Rng::new(1);
     for round in 0..50 {
         let mut clients: Vec<Child> = (0..4).map(|i| start(&rig, 4 * round + i, "work")).collect();

@@ -240,6 +240,18 @@ pub struct Held {
 }
 
 impl Held {
+    /// What is held once the threads that were started have given themselves their names.
+    pub fn floor() -> Self {
+        let (mut floor, mut same) = (Self::now(), 0);
+        while same < 10 {
+            std::thread::sleep(Duration::from_millis(20));
+            let now = Self::now();
+            same = if now == floor { same + 1 } else { 0 };
+            floor = now;
+        }
+        floor
+    }
+
     pub fn now() -> Self {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         let rings = maps.lines().filter(|line| line.contains("memfd:xkv-session")).count();
