@@ -34,6 +34,8 @@ run:  ## Show KV cache surviving a server restart, with real LMCache and real vL
 test:  ## Run every test: Rust, Python, end to end
 	@$(PYTHON) scripts/setup.py main test-tools
 	$(CARGO_TEST) --workspace
+	scripts/loom
+	scripts/fuzz 60
 	$(BIN)/python -m pytest $(ARGS)
 
 .PHONY: test-matrix
@@ -59,7 +61,12 @@ bench: setup  ## The launcher's overhead; our adapter beside LMCache's fs_native
 soak: setup  ## Load while stores replace and evict the same keys, through both backends (MINUTES=30)
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
+.PHONY: fuzz
+fuzz:  ## Fuzz everything that is parsed, and hostile clients against a gateway, for about half an hour
+	scripts/fuzz 1800
+	XKV_ROUNDS=10 cargo test --release -p xkv-session --test hostile_client random_bytes
+
 .PHONY: clean
 clean:  ## Remove what the targets above made, environments included
-	rm -rf target .venv .venv-lmcache-* .run .pytest_cache .mypy_cache .ruff_cache .hypothesis xkv_lmcache/*.so
+	rm -rf target fuzz/target .venv .venv-lmcache-* .run .pytest_cache .mypy_cache .ruff_cache .hypothesis xkv_lmcache/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

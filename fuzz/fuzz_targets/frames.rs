@@ -29,7 +29,7 @@ fn messages(bytes: &[u8], piece: usize) -> (Vec<Message>, io::ErrorKind) {
     }
 }
 
-/// The input is the first byte, for the pieces, and one frame's body for each line of the rest; or the stream itself.
+// The input is the first byte, for the pieces, and one frame's body for each line of the rest; or the stream itself.
 libfuzzer_sys::fuzz_target!(|input: &[u8]| {
     let Some((&piece, rest)) = input.split_first() else { return };
     let framed: Vec<u8> = rest
