@@ -95,6 +95,13 @@ fn storm(via: Via, seed: u64) {
                     faulty.iter().for_each(|drive| drive.heal());
                     rig.stop();
                     rig.start();
+                    // A fast machine would be through the storm before the session is back: wait for it most of the time.
+                    let lost = Instant::now();
+                    let waits = random.below(4) > 0;
+                    while waits && client.connector.stats()["session"]["state"] != "open" {
+                        assert!(lost.elapsed() < Duration::from_secs(5), "no session after a restart");
+                        std::thread::sleep(Duration::from_millis(5));
+                    }
                 }
             }
             _ => {}
