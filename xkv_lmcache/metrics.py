@@ -420,12 +420,10 @@ class Connectors(Collector):
             self._connectors[index] = connector
             return index
 
-    def remove(self, connector: HasStats) -> None:
-        """Show it no more."""
+    def remove(self, index: int) -> None:
+        """Show the connector with this label no more."""
         with self._lock:
-            for index, each in list(self._connectors.items()):
-                if each is connector:
-                    del self._connectors[index]
+            self._connectors.pop(index, None)
 
     def states(self) -> dict[int, State]:
         """The statistics of every connector, by label."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from xkv_lmcache.metrics import CONNECTORS, HasStats
@@ -15,8 +16,8 @@ _servers: dict[tuple[str, int], MetricsServer] = {}
 
 def show(connector: HasStats) -> Callable[[], None]:
     """Show the series of `connector`; the function that is returned ends that."""
-    CONNECTORS.add(connector)
-    return lambda: CONNECTORS.remove(connector)
+    # By its label: a function that knows the connector would keep it alive.
+    return partial(CONNECTORS.remove, CONNECTORS.add(connector))
 
 
 def listen(host: str, port: int) -> None:
