@@ -2,7 +2,7 @@
 //!
 //! Whatever the client writes is copied once, then checked. A client that breaks the rules loses its session.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -117,6 +117,8 @@ struct Handles {
 #[derive(Default)]
 struct Rechecks {
     waiting: VecDeque<(Arc<Lease>, Owed)>,
+    /// Objects of `waiting`, and the one that is being read: storing them again waits for the outcome.
+    doubted: HashSet<Digest>,
     running: bool,
 }
 
@@ -154,7 +156,7 @@ pub(crate) struct Service {
     owes_space: AtomicBool,
     leases: AtomicU64,
     transactions: AtomicU64,
-    rechecks: Arc<Mutex<Rechecks>>,
+    rechecks: Mutex<Rechecks>,
 }
 
 impl Service {
@@ -183,7 +185,7 @@ impl Service {
             owes_space: AtomicBool::new(false),
             leases: AtomicU64::new(0),
             transactions: AtomicU64::new(0),
-            rechecks: Arc::default(),
+            rechecks: Mutex::default(),
         });
         let running = service.clone();
         let thread = std::thread::Builder::new().name("xkv-ring".into()).spawn(move || running.run())?;
@@ -277,7 +279,11 @@ impl Service {
     }
 
     /// Takes a request, or waits for one. False: the client must take replies first.
-    fn turn(&self, requests: &mut Consumer<SharedQueue>, handles: &mut Handles) -> Result<bool, String> {
+    fn turn(
+        self: &Arc<Self>,
+        requests: &mut Consumer<SharedQueue>,
+        handles: &mut Handles,
+    ) -> Result<bool, String> {
         let corrupt = |error: Corrupt| error.to_string();
         if requests.ready().map_err(corrupt)? == 0 {
             return requests.wait(IDLE).map(|()| true).map_err(corrupt);
@@ -295,7 +301,7 @@ impl Service {
         Ok(true)
     }
 
-    fn handle(&self, request: Request, handles: &mut Handles) -> Result<(), String> {
+    fn handle(self: &Arc<Self>, request: Request, handles: &mut Handles) -> Result<(), String> {
         let owed = Owed { replies: self.replies.clone(), request };
         let slot = match request.slot {
             NO_SLOT => None,
@@ -380,6 +386,8 @@ impl Service {
             return owed.give(Status::Invalid);
         };
         let spaces = self.spaces.load(Ordering::SeqCst);
+        // Looked at first: an object found damaged in between is absent below.
+        let doubted = self.rechecks.lock().doubted.contains(key.digest());
         let status = match self.store.begin(&key, owed.request.argument) {
             Begin::Txn(txn) => {
                 for (i, place) in slot.iter_mut().take(txn.fragments() as usize).enumerate() {
@@ -391,6 +399,8 @@ impl Service {
                 self.count(handles);
                 return owed.give_value(Status::Done, handle, 0, FragmentSums::default());
             }
+            // Told "present" now, the client would not store it again.
+            Begin::Present if doubted => Status::Busy,
             Begin::Present => Status::Present,
             Begin::Busy => Status::Busy,
             Begin::Wait => Status::Wait,
@@ -484,7 +494,7 @@ impl Service {
     }
 
     /// A client says that an object is damaged: only the gateway's own reading of it counts.
-    fn discard(&self, owed: Owed, handles: &mut Handles) {
+    fn discard(self: &Arc<Self>, owed: Owed, handles: &mut Handles) {
         let Some(lease) = handles.leases.remove(&owed.request.handle) else {
             return owed.give(Status::Invalid);
         };
@@ -496,21 +506,24 @@ impl Service {
                 drop(rechecks);
                 return owed.give(Status::Busy);
             }
+            rechecks.doubted.insert(*lease.key().digest());
             rechecks.waiting.push_back((lease, owed));
             if std::mem::replace(&mut rechecks.running, true) {
                 return;
             }
         }
-        let (store, rechecks, ended) = (self.store.clone(), self.rechecks.clone(), self.ended.clone());
+        let service = self.clone();
         let recheck = move || {
             loop {
-                let Some((lease, owed)) = rechecks.lock().next() else { return };
-                let damaged = !intact(&lease, store.fragment_bytes(), &ended);
+                let Some((lease, owed)) = service.rechecks.lock().next() else { return };
+                let damaged = !intact(&lease, service.store.fragment_bytes(), &service.ended);
                 if damaged {
-                    store.discard(&lease);
+                    service.store.discard(&lease);
                 }
+                service.rechecks.lock().doubted.remove(lease.key().digest());
                 drop(lease);
                 owed.give_value(Status::Done, 0, damaged.into(), FragmentSums::default());
+                service.tell_space();
             }
         };
         if let Err(error) = std::thread::Builder::new().name("xkv-recheck".into()).spawn(recheck) {

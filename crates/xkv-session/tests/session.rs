@@ -305,6 +305,36 @@ fn calls_that_a_gateway_had_not_taken_when_it_left_are_told_apart() {
 }
 
 #[test]
+fn an_object_that_is_being_doubted_can_be_stored_again() {
+    let memory = MemoryDevice::new(32 << 20);
+    let rig = rig_with(memory.clone(), |_| ());
+    let session = rig.open();
+    let data = contents(4, 5000);
+    for round in 0..50 {
+        assert_eq!(put(&session, &key("a"), &data).unwrap(), Status::Done, "round {round}");
+        let mut image = vec![0; 32 << 20];
+        xkv_store::io::Device::read_at(&*memory, &mut image, 0).unwrap();
+        let copies = (0..image.len()).step_by(4096).filter(|&at| image[at..at + 64] == data[..64]);
+        copies.for_each(|at| memory.flip(at as u64, 1));
+        let opened =
+            call(&session, Operation::Open, Some(key_slot(&session, &key("a"))), 0, 0).reply.unwrap();
+        let discard = client::Call {
+            operation: Operation::Discard,
+            slot: None,
+            handle: opened.handle,
+            argument: 0,
+            sums: Default::default(),
+        };
+        // Not waited for: the next store finds the gateway still reading the object.
+        session.call(discard, Box::new(|_| ()));
+        assert_eq!(put(&session, &key("a"), &data).unwrap(), Status::Done, "round {round}");
+        let removed =
+            call(&session, Operation::Remove, Some(key_slot(&session, &key("a"))), 0, 0).reply.unwrap();
+        assert_eq!(removed.value, 1);
+    }
+}
+
+#[test]
 fn a_full_store_makes_room_through_the_ring() {
     let rig = rig_with(MemoryDevice::new(6 << 20), |_| ());
     let session = rig.open();
