@@ -21,6 +21,8 @@ use crate::memory::{Geometry, MAX_SLOT_BYTES, MAX_SLOTS, RingMemory, SharedQueue
 use crate::pass;
 use crate::queue::{Consumer, Entry, Producer, QueueMemory};
 
+/// Longest sleep while there is no reply, as the gateway's.
+const IDLE: Duration = Duration::from_millis(250);
 /// How often silence is looked for.
 const TICK: Duration = Duration::from_millis(50);
 
@@ -300,7 +302,7 @@ impl Inner {
         while !self.ended.load(Ordering::SeqCst) {
             let entry = match replies.pop() {
                 Ok(Some(entry)) => entry,
-                Ok(None) => match replies.wait(Duration::from_secs(1)) {
+                Ok(None) => match replies.wait(IDLE) {
                     Ok(()) => continue,
                     Err(error) => return self.end(SessionError::new(error.to_string()), "corrupt ring"),
                 },

@@ -327,6 +327,7 @@ fn an_object_that_is_being_doubted_can_be_stored_again() {
         };
         // Not waited for: the next store finds the gateway still reading the object.
         session.call(discard, Box::new(|_| ()));
+        assert_eq!((present(&session, &[key("a")]), get(&session, &key("a")).unwrap()), (vec![false], None));
         assert_eq!(put(&session, &key("a"), &data).unwrap(), Status::Done, "round {round}");
         let removed =
             call(&session, Operation::Remove, Some(key_slot(&session, &key("a"))), 0, 0).reply.unwrap();
