@@ -229,3 +229,22 @@ def test_listeners_are_found_by_address() -> None:
 def test_listeners_on_ipv6_that_take_ipv4_count() -> None:
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
         assert len(sockets.listeners("127.0.0.1", server.getsockname()[1])) == 1
+
+
+@pytest.mark.parametrize(("version", "level"), [((0, 5, 4), "failure"), ((0, 5, 6), "ok")])
+def test_retaining_what_was_loaded_needs_an_lmcache_that_drops_failed_loads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: tuple[int, ...], level: str
+) -> None:
+    monkeypatch.setattr(machine, "lmcache_version", lambda: version)
+    found = findings(tmp_path, LMC_EXTRA_ARGS="--l2-prefetch-policy retain")["lmcache"]
+    assert found.level == level
+    assert level == "ok" or "--l2-prefetch-policy retain: before 0.5.6" in found.text
+
+
+def test_versions_that_this_was_not_made_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "lmcache_version", lambda: (0, 6, 0))
+    monkeypatch.setattr(machine, "vllm_version", lambda: (0, 27, 1))
+    found = findings(tmp_path)
+    assert (found["lmcache"].level, found["vllm"].level) == (Level.WARNING, Level.WARNING)
+    assert "lmcache 0.6.0 is none of those this was made for" in found["lmcache"].text
+    assert "vllm 0.27.1 is not the 0.28" in found["vllm"].text
