@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from demo.gateway import GatewayProcess
+from tests.plugin.relay import Relay
 
 from .worlds import ClientProcess, await_that, dropped, network
 
@@ -43,6 +44,33 @@ def test_packets_that_vanish_cost_one_wait_and_a_session(tmp_path: Path) -> None
             )
         client.await_state("open")
         assert client.ask("get", numbers=NUMBERS) == ALL
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_gateway_that_dies_behind_a_connection_that_lives(busy: bool, tmp_path: Path) -> None:
+    with GatewayProcess(tmp_path / "store") as gateway:
+        relay = Relay(gateway.host, gateway.port)
+        try:
+            params = {**gateway.params, "port": relay.port, "wait_timeout_s": WAIT_S}
+            with ClientProcess(params) as client:
+                assert client.ask("set", numbers=NUMBERS) is True
+                if busy:
+                    client.churn(NUMBERS, WAIT_S + 2)
+                # Whoever stands between keeps the connection, and has nothing to pass on.
+                relay.silent = True
+                gateway.end(signal.SIGKILL)
+                if busy:
+                    churned = client.answer()
+                    assert churned["wrong"] == 0 and churned["missing"] > 0
+                    assert churned["longest_s"] < WAIT_S + 1
+                lost = client.await_state("lost")
+                assert any("silent" in change["reason"] for change in lost["history"]), lost
+                gateway.start()
+                relay.silent = False
+                client.await_state("open")
+                assert client.ask("get", numbers=NUMBERS) == ALL
+        finally:
+            relay.close()
 
 
 def test_a_client_that_is_stopped_for_longer_than_its_lease(tmp_path: Path) -> None:

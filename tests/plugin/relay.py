@@ -51,7 +51,8 @@ class Relay:
                         self._pairs.append((client, socket.create_connection(self._target, timeout=1)))
                     except OSError:
                         client.close()
-                for pair in list(self._pairs):
+                # It may have fallen silent since the ends were looked at.
+                for pair in [] if self.silent else list(self._pairs):
                     for source, target in (pair, pair[::-1]):
                         if source in readable and not self._pass_on(source, target):
                             self._pairs.remove(pair)
