@@ -2,7 +2,8 @@
 
     python storage_process.py store|load ADAPTER_JSON COUNT OBJECT_BYTES
 
-`store` puts COUNT objects through L1 into L2 and says `{"stored": COUNT}` once every one was answered. `load` looks the
+`store` puts COUNT objects through L1 into L2 and says `{"stored": COUNT}` once every one was acknowledged, by the
+statistics that the adapter writes to its `stats_path`. `load` looks the
 same objects up, with an L1 that never held them, and says `{"hits": ..., "l1": ..., "wrong": ...}`: objects found, how
 many of them L1 already had, and how many whose bytes are not what was stored. Both then wait until their stdin closes.
 Runs with each supported LMCache version.
@@ -14,6 +15,7 @@ import hashlib
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -79,7 +81,17 @@ def prefetch(
     return result.popcount(), len(handle.l1_found_indices)
 
 
-def store(manager: StorageManager, count: int, size: int, layout: api.MemoryLayoutDesc) -> dict[str, int]:
+def acknowledged(stats: Path) -> int:
+    """Stores that the plugin has acknowledged so far."""
+    if not stats.exists():
+        return 0
+    counted = json.loads(stats.read_text())
+    return sum(counted[f"store_{outcome}"] for outcome in ("stored", "skipped", "deduped"))
+
+
+def store(
+    manager: StorageManager, count: int, size: int, layout: api.MemoryLayoutDesc, stats: Path
+) -> dict[str, int]:
     keys = [key(index) for index in range(count)]
     mode = () if hasattr(api, "PrefetchTaskSpec") else ("new",)
     reserved = manager.reserve_write(keys, layout, *mode)
@@ -95,7 +107,9 @@ def store(manager: StorageManager, count: int, size: int, layout: api.MemoryLayo
             stores if "pending_keys_count" in stores else next(iter(status["store_controllers"].values()))
         )
         l1 = status["l1_manager"]
-        if not (stores["pending_keys_count"] or stores["in_flight_task_count"] or l1["read_locked_count"]):
+        idle = not (stores["pending_keys_count"] or stores["in_flight_task_count"] or l1["read_locked_count"])
+        # Idle is also who has not begun: LMCache takes up what was written a moment later.
+        if idle and acknowledged(stats) == count:
             return {"stored": count}
         time.sleep(0.01)
     raise TimeoutError(f"stores still unanswered after {DEADLINE_S} s")
@@ -118,7 +132,11 @@ def main() -> None:
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: ends with the test
     layout = api.MemoryLayoutDesc(shapes=[torch.Size([size])], dtypes=[torch.uint8])
     manager = open_manager(adapter)
-    outcome = {"store": store, "load": load}[mode](manager, count, size, layout)
+    if mode == "store":
+        stats = Path(json.loads(adapter)["adapter_params"]["stats_path"])
+        outcome = store(manager, count, size, layout, stats)
+    else:
+        outcome = load(manager, count, size, layout)
     print(json.dumps(outcome), flush=True)
     sys.stdin.read()
     manager.close()

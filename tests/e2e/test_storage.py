@@ -28,7 +28,8 @@ def storage_process(
     mode: str, backend: Backend, store: Path, **adapter_params: str
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
     """LMCache's storage manager in a process that has done `mode`, and what it said."""
-    adapter = json.dumps(plugin(**backend.params(store, store_gb=0.5, **adapter_params)))
+    statistics = {"stats_path": str(store / f"{mode}.json"), "stats_interval_s": 0.05}
+    adapter = json.dumps(plugin(**backend.params(store, store_gb=0.5, **statistics, **adapter_params)))
     command = [sys.executable, str(PROGRAM), mode, adapter, str(COUNT), str(SIZE)]
     log = store / f"{mode}.log"
     with log.open("w") as errors:
