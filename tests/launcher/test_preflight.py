@@ -189,6 +189,7 @@ def test_a_foreign_lmcache_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (tmp_path / "lmcache").mkdir()
     (tmp_path / "lmcache/__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "lmcache", raising=False)
     found = findings(tmp_path)["lmcache"]
     assert found.level is Level.FAILURE
     assert (

@@ -89,6 +89,10 @@ pub trait Backend: Send + Sync + 'static {
     fn free_slots(&self) -> (usize, usize);
     /// The store's own counters.
     fn stats(&self) -> StoreStats;
+    /// Whether there is a way to the store at the moment.
+    fn reachable(&self) -> bool {
+        true
+    }
     /// State and history of the way to the store, for statistics; none where there is nothing between.
     fn session(&self) -> Option<Value> {
         None

@@ -378,6 +378,10 @@ impl Backend for Gateway {
         }
     }
 
+    fn reachable(&self) -> bool {
+        matches!(self.shared.state.lock().phase, Phase::Open(_))
+    }
+
     fn session(&self) -> Option<Value> {
         let state = self.shared.state.lock();
         let ago = |at: Instant| at.elapsed().as_secs_f64();

@@ -14,7 +14,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use tracing::Level;
 use xkv_store::{Digest, ObjectKey, Result};
 
-use crate::backend::{DriveSet, drive_set};
+use crate::backend::{DriveSet, UNREACHABLE, drive_set};
 use crate::connector::{CLOSED, Shared};
 use crate::copy::CopyJob;
 use crate::stats::{Miss, Outcome};
@@ -249,9 +249,13 @@ impl Reactor {
             .map(|i| (i, batch.tickets[i]))
             .collect();
         let closing = self.shared.closing.load(Ordering::Acquire);
-        let (miss, outcome) =
-            if closing { (Miss::Refused, Outcome::Failed) } else { (Miss::Deadline, Outcome::TooOld) };
-        let why = if closing { CLOSED } else { "no answer before its deadline" };
+        let (miss, outcome, why) = if closing {
+            (Miss::Refused, Outcome::Failed, CLOSED)
+        } else if self.shared.backend.reachable() {
+            (Miss::Deadline, Outcome::TooOld, "no answer before its deadline")
+        } else {
+            (Miss::Unreachable, Outcome::Unreachable, UNREACHABLE)
+        };
         for (index, ticket) in open {
             match operation {
                 Operation::Get => self.fail_load(ticket, miss, || why.into()),

@@ -158,20 +158,19 @@ fn a_frozen_gateway_costs_one_wait_and_late_data_lands_nowhere() {
     let ids: Vec<u64> =
         names.iter().zip(&targets).map(|(name, target)| client.get(&[name], &[*target])).collect();
     let source = Memory::new(&contents(99, 5 * FRAGMENT));
+    // No delete: it is committed at once, and a gateway that is flushing is no frozen one.
     let set = client.set(&["new"], &[source]);
-    let delete = client.delete(&["7"]);
     for id in ids {
         assert_eq!(client.results(id), [false]);
     }
     assert!(!client.ok(set));
-    assert_eq!(client.results(delete), [false]);
     assert!(started.elapsed() < quick().wait_timeout * 3, "{:?}", started.elapsed());
     let unfilled: Vec<Vec<u8>> = targets.iter().map(|target| target.bytes().to_vec()).collect();
     assert!(targets.iter().all(Memory::is_stamped));
 
     drive.resume();
     await_state(&client, "open");
-    for (i, name) in names.iter().enumerate().take(7) {
+    for (i, name) in names.iter().enumerate() {
         await_that("hits again", || {
             client.load(name, 5 * FRAGMENT) == Some(contents(i as u64, 5 * FRAGMENT))
         });
