@@ -8,6 +8,8 @@ PYTHON ?= python3
 MODEL ?= tiny
 # 1: `make run` goes through a gateway, `xkv gateway serve`.
 GATEWAY ?= 0
+# Prompts of `make verify`.
+COUNT ?= 50
 # How long `make soak` takes in all.
 MINUTES ?= 30
 # Further arguments of pytest, such as `make test ARGS="-k matrix -x"`.
@@ -56,6 +58,11 @@ lint: setup  ## Check format, lints, types, and the stubs against the compiled m
 bench: setup  ## The launcher's overhead; our adapter beside LMCache's fs_native, by LMCache's own benchmark
 	@$(BIN)/python -m demo.overhead
 	@$(BIN)/python -m demo.bench
+
+.PHONY: verify
+verify:  ## xkv verify on a real vLLM with SmolLM2: does a hit in L2 change an answer? (COUNT=50)
+	@$(PYTHON) scripts/setup.py main smollm2
+	@$(BIN)/python -m demo.verify --count $(COUNT)
 
 .PHONY: soak
 soak: setup  ## Load while stores replace and evict the same keys, through both backends (MINUTES=30)

@@ -8,6 +8,7 @@ import click
 
 from xkv_lmcache.cli.gateway import gateway
 from xkv_lmcache.cli.top import top
+from xkv_lmcache.cli.verify import verify
 
 
 @click.group(context_settings={"max_content_width": 110})
@@ -18,6 +19,7 @@ def xkv() -> None:
 
 xkv.add_command(gateway)
 xkv.add_command(top)
+xkv.add_command(verify)
 
 
 def main() -> None:
