@@ -6,6 +6,7 @@ from importlib import metadata
 
 import click
 
+from xkv_lmcache.cli.bench import bench
 from xkv_lmcache.cli.gateway import gateway
 from xkv_lmcache.cli.top import top
 from xkv_lmcache.cli.verify import verify
@@ -17,6 +18,7 @@ def xkv() -> None:
     """The persistent second tier of LMCache, without LMCache: its gateway and its stores."""
 
 
+xkv.add_command(bench)
 xkv.add_command(gateway)
 xkv.add_command(top)
 xkv.add_command(verify)

@@ -1,0 +1,15 @@
+"""`xkv bench`: how fast an L2 adapter of LMCache is, beside others and beside the drive itself."""
+
+from __future__ import annotations
+
+import click
+
+from xkv_lmcache.cli.bench.l2 import l2
+
+
+@click.group()
+def bench() -> None:
+    """Measure adapters and drives."""
+
+
+bench.add_command(l2)
