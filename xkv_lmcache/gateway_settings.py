@@ -27,6 +27,7 @@ from xkv_lmcache.params import (
     MAX_FRAGMENT_BYTES,
     MIN_FRAGMENT_BYTES,
 )
+from xkv_lmcache.problems import SettingProblem, SettingsError
 
 PREFIX: Final = "XKV_GATEWAY_"
 
@@ -214,33 +215,6 @@ def _settings() -> dict[str, Setting]:
 
 SETTINGS: Final = _settings()
 """Every setting by its field, in the order of the help."""
-
-
-@dataclass(frozen=True)
-class SettingProblem:
-    """One thing wrong with one setting."""
-
-    source: str
-    """Option, variable or key of the file, as the user wrote it."""
-    value: str | None
-    """The text it has; None where there is none."""
-    message: str
-    """What is wrong and the cure."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.source}: {self.message}"
-            if self.value is None
-            else f"{self.source}={self.value!r} {self.message}"
-        )
-
-
-class SettingsError(Exception):
-    """Everything that is wrong with the settings."""
-
-    def __init__(self, problems: Iterable[SettingProblem]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
+from xkv_lmcache.problems import SettingProblem, SettingsError
 from xkv_lmcache_autostart import environment, log, machine, preflight, reference
 from xkv_lmcache_autostart.command import (
     VllmCommand,
@@ -33,9 +34,7 @@ from xkv_lmcache_autostart.readiness import http_host, remote_server_ready, wait
 from xkv_lmcache_autostart.settings import (
     VARIABLES,
     Configuration,
-    SettingProblem,
     Settings,
-    SettingsError,
     Variable,
     load,
 )

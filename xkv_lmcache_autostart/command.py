@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from xkv_lmcache_autostart.settings import SettingProblem, Settings, arguments
+from xkv_lmcache.problems import SettingProblem
+from xkv_lmcache_autostart.settings import Settings, arguments
 
 SERVER_MODULE: Final = "lmcache.v1.multiprocess.http_server"
 """What `lmcache server` runs; run directly, since 0.5.4's command line does not import without `openai`."""

@@ -18,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from xkv_lmcache import grammar
 from xkv_lmcache.params import AdapterParams, ParamsError
+from xkv_lmcache.problems import SettingProblem, SettingsError
 
 PREFIX: Final = "LMC_"
 
@@ -236,33 +237,6 @@ def _kind_of(annotation: Any, metadata: Iterable[object]) -> Kind:
 
 VARIABLES: Final = _variables()
 """Every setting by the name of its variable, in the order of the help."""
-
-
-@dataclass(frozen=True)
-class SettingProblem:
-    """One thing wrong with one setting."""
-
-    source: str
-    """The variable or option, as the user wrote it."""
-    value: str | None
-    """The text it has; None where it is secret or there is none."""
-    message: str
-    """What is wrong and the cure."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.source}: {self.message}"
-            if self.value is None
-            else f"{self.source}={self.value!r} {self.message}"
-        )
-
-
-class SettingsError(Exception):
-    """Everything that is wrong with the settings."""
-
-    def __init__(self, problems: Iterable[SettingProblem]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
 @dataclass(frozen=True)

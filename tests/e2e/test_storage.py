@@ -126,7 +126,7 @@ def test_a_restarted_server_finds_everything_in_l2(
     params = backend.params(tmp_path / "store", store_gb=0.5)
     with server(params, tmp_path / "first.log") as (service, port, http_port):
         output = drive(port, http_port)
-        assert output.count("STORE: stored") == SEQUENCES, output
+        assert output.count("/cold] STORE: stored") == SEQUENCES, output
         service.process.send_signal(how)
         service.process.wait(60)
     with server(params, tmp_path / "second.log") as (service, port, http_port):

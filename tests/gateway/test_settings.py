@@ -10,11 +10,11 @@ from xkv_lmcache.gateway_settings import (
     PREFIX,
     SETTINGS,
     GatewaySettings,
-    SettingsError,
     load,
     markdown,
     read_token,
 )
+from xkv_lmcache.problems import SettingsError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "gateway.md"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from xkv_lmcache_autostart.settings import SettingsError, load
+from xkv_lmcache.problems import SettingsError
+from xkv_lmcache_autostart.settings import load
 
 GOOD: list[tuple[str, str, object]] = [
     *[

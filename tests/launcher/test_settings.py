@@ -8,8 +8,9 @@ import pytest
 
 from tests.launcher.harness import REPOSITORY
 from xkv_lmcache.params import AdapterParams
+from xkv_lmcache.problems import SettingProblem, SettingsError
 from xkv_lmcache_autostart import reference
-from xkv_lmcache_autostart.settings import VARIABLES, SettingProblem, Settings, SettingsError, load
+from xkv_lmcache_autostart.settings import VARIABLES, Settings, load
 
 
 def test_options_go_before_the_environment_before_the_defaults() -> None:

@@ -9,7 +9,7 @@ from typing import NoReturn
 import click
 
 from xkv_lmcache.cli.exit_codes import ExitCode
-from xkv_lmcache.gateway_settings import SettingProblem
+from xkv_lmcache.problems import SettingProblem
 
 
 def fail(text: object, code: ExitCode = ExitCode.FAILED) -> NoReturn:

@@ -240,7 +240,7 @@ fn a_stalled_drive_of_a_busy_gateway_costs_its_own_objects_only() {
             client.load(name, FRAGMENT) == Some(contents(i as u64, FRAGMENT))
         });
     }
-    assert!(client.put("on both", 1, 4 * FRAGMENT));
+    await_that("stores on both", || client.put("on both", 1, 4 * FRAGMENT));
 }
 
 #[test]

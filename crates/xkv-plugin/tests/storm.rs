@@ -140,13 +140,22 @@ fn storm(via: Via, seed: u64) {
         assert!(calm.elapsed() < Duration::from_secs(5), "{queue}");
         std::thread::yield_now();
     }
+    let slow = |client: &Client| client.count("load_miss_deadline") + client.count("load_miss_stalled");
     for object in 0..300 {
         let name = object.to_string();
         let started = Instant::now();
-        while !client.put(&name, object, size(object)) {
+        let loaded = loop {
             assert!(started.elapsed() < Duration::from_secs(5), "{object}; {}", client.connector.stats());
-        }
-        assert_eq!(client.load(&name, size(object)), Some(contents(object, size(object))));
+            let before = slow(&client);
+            if client.put(&name, object, size(object)) {
+                let loaded = client.load(&name, size(object));
+                // The deadlines are short, and the machine may be busy: nothing else excuses a miss.
+                if loaded.is_some() || slow(&client) == before {
+                    break loaded;
+                }
+            }
+        };
+        assert_eq!(loaded, Some(contents(object, size(object))));
     }
 }
 

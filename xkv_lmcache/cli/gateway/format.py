@@ -9,7 +9,8 @@ import click
 
 from xkv_lmcache.cli.complaint import fail, reason, refuse_settings
 from xkv_lmcache.cli.exit_codes import ExitCode
-from xkv_lmcache.gateway_settings import SETTINGS, SettingsError, load
+from xkv_lmcache.gateway_settings import SETTINGS, load
+from xkv_lmcache.problems import SettingsError
 
 
 @click.command(name="format")

@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from xkv_lmcache.cli.complaint import refuse_settings
-from xkv_lmcache.gateway_settings import CONFIG, SETTINGS, Configuration, SettingsError, load
+from xkv_lmcache.gateway_settings import CONFIG, SETTINGS, Configuration, load
+from xkv_lmcache.problems import SettingsError
 
 
 class SettingsCommand(click.Command):

@@ -15,7 +15,8 @@ from xkv_lmcache.cli.complaint import fail, reason, refuse_settings
 from xkv_lmcache.cli.exit_codes import ExitCode
 from xkv_lmcache.cli.gateway.listen import listen_addresses
 from xkv_lmcache.cli.gateway.options import SettingsCommand, configure, settings_options
-from xkv_lmcache.gateway_settings import SETTINGS, Configuration, SettingProblem
+from xkv_lmcache.gateway_settings import SETTINGS, Configuration
+from xkv_lmcache.problems import SettingProblem
 
 if TYPE_CHECKING:
     from xkv_lmcache._native import Gateway
