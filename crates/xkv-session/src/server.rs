@@ -548,6 +548,8 @@ impl Shared {
             service: service.clone(),
         };
         self.sessions.lock().push(entry);
+        // It may have been told to wait already, while events did not know of it.
+        service.tell_space();
         let reason = self.keep(&mut stream, &mut frames, &service);
         // Leases and transactions end here; slots with I/O in flight keep the memory until it is done.
         service.end();
