@@ -134,5 +134,6 @@ def test_a_restarted_server_finds_everything_in_l2(
         assert "STORE: stored" not in output, output
         assert output.count("RETRIEVE: retrieved") == 2 * SEQUENCES, output
         found = list(prefetches(service.log.since(0)))
-    # Each sequence is looked up twice, and nothing stays in L1 after it was read.
-    assert [(hits.requested, hits.l1, hits.l2) for hits in found] == [(4, 0, 4)] * (2 * SEQUENCES)
+    # Each sequence is looked up twice. What was read leaves L1, in newer versions not at once.
+    assert [(hits.requested, hits.l1, hits.l2) for hits in found[::2]] == [(4, 0, 4)] * SEQUENCES
+    assert [(hits.requested, hits.l1 + hits.l2) for hits in found[1::2]] == [(4, 4)] * SEQUENCES
