@@ -45,6 +45,15 @@ test-matrix:  ## Run the storage tests against the other supported LMCache versi
 	@$(PYTHON) scripts/setup.py $(MATRIX) test-tools
 	for version in $(MATRIX); do .venv-$$version/bin/python -m pytest -m matrix $(ARGS); done
 
+.PHONY: images
+images:  ## Build the gateway's and the CPU image here, without a registry (root; 10 GB of disk)
+	@$(PYTHON) scripts/setup.py main image-tools
+	$(BIN)/python scripts/images.py gateway cpu
+
+.PHONY: containers
+containers: images  ## Run them by podman: gateway, server and vLLM, the manifests by `podman kube play`
+	$(BIN)/python -m pytest -m containers tests/containers $(ARGS)
+
 .PHONY: lint
 lint: setup  ## Check format, lints, types, and the stubs against the compiled module
 	cargo fmt --all --check

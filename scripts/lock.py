@@ -34,3 +34,10 @@ def resolve(name: str, *sources: str) -> None:
 for name in OVERRIDDEN:
     resolve(name, "pyproject.toml", f"requirements/{name}.in", "--override", "requirements/overrides.txt")
 resolve("torch-cuda", "requirements/torch-cuda.in")
+# What the images get, at the versions that are tested.
+resolve("gateway", "pyproject.toml", "-c", "requirements/main.txt")
+resolve(
+    "cpu-image",
+    *("pyproject.toml", "requirements/cpu-image.in", "-c", "requirements/main.txt"),
+    *("--override", "requirements/overrides.txt"),
+)

