@@ -9,8 +9,12 @@ __all__ = [
     "Connector",
     "Gateway",
     "check_store",
+    "clear_store",
     "format_store",
+    "gateway_clear",
+    "gateway_list",
     "gateway_status",
+    "list_store",
     "log",
     "probe_store",
     "set_up_log",
@@ -83,6 +87,14 @@ class Gateway:
     def close(self, patience_s: float) -> None: ...
 
 def gateway_status(host: str, port: int, token: str | None, timeout_s: float) -> str: ...
+def gateway_list(host: str, port: int, token: str | None, timeout_s: float) -> str: ...
+def gateway_clear(
+    host: str, port: int, token: str | None, timeout_s: float, namespace: str | None, model: str | None
+) -> str: ...
+def list_store(paths: Sequence[str | PathLike[str]]) -> str: ...
+def clear_store(
+    paths: Sequence[str | PathLike[str]], namespace: str | None, model: str | None
+) -> tuple[int, int]: ...
 def check_store(
     paths: Sequence[str | PathLike[str]], repair: bool, progress: Callable[[int, int, int], object]
 ) -> str: ...

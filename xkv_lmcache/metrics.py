@@ -289,16 +289,33 @@ def _capacity(state: State) -> Iterator[tuple[Labels, Any]]:
     yield (), state["slots_total"] * state["fragment_bytes"]
 
 
+def _never_read(state: State) -> Iterator[tuple[Labels, Any]]:
+    yield (), state["never_read_slots"] * state["fragment_bytes"]
+
+
 def _used(state: State) -> Iterator[tuple[Labels, Any]]:
     yield (), state["slots_used"] * state["fragment_bytes"]
 
 
 STORE: Final = (
     Series("xkv_store_objects", "gauge", "Objects present.", _at("objects")),
+    Series(
+        "xkv_store_never_read_objects",
+        "gauge",
+        "Objects never read since they were written.",
+        _at("never_read"),
+    ),
+    Series("xkv_store_never_read_bytes", "gauge", "Bytes of their slots.", _never_read),
     Series("xkv_store_used_bytes", "gauge", "Bytes of slots in use.", _used),
     Series("xkv_store_capacity_bytes", "gauge", "Bytes of all slots.", _capacity),
     Series("xkv_store_committed_objects", "counter", "Objects committed since opening.", _at("committed")),
     Series("xkv_store_evicted_objects", "counter", "Objects evicted since opening.", _at("evicted")),
+    Series(
+        "xkv_store_evicted_never_read_objects",
+        "counter",
+        "Of the evicted objects, those that were never read.",
+        _at("evicted_never_read"),
+    ),
     Series("xkv_store_removed_objects", "counter", "Objects removed on request.", _at("removed")),
     Series("xkv_store_discarded_objects", "counter", "Objects removed as damaged.", _at("discarded")),
     Series("xkv_store_commit_groups", "counter", "Groups of commits written.", _at("commit_groups")),

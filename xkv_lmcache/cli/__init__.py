@@ -7,7 +7,9 @@ from importlib import metadata
 import click
 
 from xkv_lmcache.cli.bench import bench
+from xkv_lmcache.cli.clear import clear
 from xkv_lmcache.cli.gateway import gateway
+from xkv_lmcache.cli.ls import ls
 from xkv_lmcache.cli.top import top
 from xkv_lmcache.cli.verify import verify
 
@@ -19,7 +21,9 @@ def xkv() -> None:
 
 
 xkv.add_command(bench)
+xkv.add_command(clear)
 xkv.add_command(gateway)
+xkv.add_command(ls)
 xkv.add_command(top)
 xkv.add_command(verify)
 

@@ -386,7 +386,8 @@ def _store_text(store: State) -> str:
     return (
         f"{byte_text(store['slots_used'] * size)} of {byte_text(store['slots_total'] * size)} "
         f"({share_text(store['slots_used'], store['slots_total'])}), {store['objects']} objects; "
-        f"{store['evicted']} evicted, {store['discarded']} discarded"
+        f"{store['evicted']} evicted, {store['discarded']} discarded; "
+        f"{share_text(store['never_read_slots'], store['slots_used'])} never read"
     )
 
 

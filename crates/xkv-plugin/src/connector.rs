@@ -138,8 +138,10 @@ impl Shared {
         all.insert(
             "store".into(),
             json!({
-                "objects": store.objects, "slots_used": store.slots_used, "slots_total": store.slots_total,
+                "objects": store.objects, "never_read": store.never_read, "never_read_slots": store.never_read_slots,
+                "slots_used": store.slots_used, "slots_total": store.slots_total,
                 "fragment_bytes": store.fragment_bytes, "committed": store.committed, "evicted": store.evicted,
+                "evicted_never_read": store.evicted_never_read,
                 "removed": store.removed, "discarded": store.discarded, "commit_groups": store.commit_groups,
                 "read_only": store.read_only, "drives": drives,
             }),

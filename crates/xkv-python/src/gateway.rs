@@ -4,19 +4,22 @@ use std::net::SocketAddr;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::Mutex;
+use std::time::Duration;
 
 use pyo3::exceptions::{PyConnectionError, PyPermissionError, PyValueError};
 use pyo3::prelude::*;
-use serde_json::json;
-use xkv_session::client::{self, ClientConfig};
+use serde_json::{Value, json};
+use xkv_session::client::{self, ClientConfig, SessionError};
 use xkv_session::control::RefusalCode;
 use xkv_session::{Access, GatewayConfig};
 use xkv_store::check::{Progress, Report};
 use xkv_store::format::{Content, survey};
-use xkv_store::{Store, StoreConfig};
+use xkv_store::{Selection, Store, StoreConfig};
 
 use crate::{direct_io_of, engine_of, exception, seconds, store_config};
 
+/// Longest wait for each step of a connection, where an answer may take longer.
+const OPENING: Duration = Duration::from_secs(5);
 /// Damaged objects that a report names; all are counted.
 const NAMED_OBJECTS: usize = 1000;
 
@@ -134,7 +137,49 @@ pub fn gateway_status(
     timeout_s: f64,
 ) -> PyResult<String> {
     let silence = seconds("timeout_s", timeout_s)?;
-    let config = ClientConfig {
+    let config = visitor(host, port, token, silence);
+    answered(py.detach(|| client::status(&config)))
+}
+
+/// What is in the store of the gateway at an address, by namespace and model, as JSON text.
+///
+/// Errors as of `gateway_status`.
+#[pyfunction]
+pub fn gateway_list(
+    py: Python<'_>,
+    host: String,
+    port: u16,
+    token: Option<String>,
+    timeout_s: f64,
+) -> PyResult<String> {
+    let patience = seconds("timeout_s", timeout_s)?;
+    let config = visitor(host, port, token, patience);
+    answered(py.detach(|| client::list(&config, patience)))
+}
+
+/// Has the gateway at an address remove the objects of `namespace` and `model`, None: of all; JSON text with `objects`
+/// and `bytes`, or `error`.
+///
+/// Errors as of `gateway_status`. After a time-out the gateway goes on.
+#[pyfunction]
+#[pyo3(signature = (host, port, token, timeout_s, namespace, model))]
+pub fn gateway_clear(
+    py: Python<'_>,
+    host: String,
+    port: u16,
+    token: Option<String>,
+    timeout_s: f64,
+    namespace: Option<String>,
+    model: Option<String>,
+) -> PyResult<String> {
+    let patience = seconds("timeout_s", timeout_s)?;
+    let config = visitor(host, port, token, patience.min(OPENING));
+    answered(py.detach(|| client::clear(&config, namespace, model, patience)))
+}
+
+/// Somebody who asks and opens no session.
+fn visitor(host: String, port: u16, token: Option<String>, silence: Duration) -> ClientConfig {
+    ClientConfig {
         host,
         port,
         token,
@@ -144,14 +189,46 @@ pub fn gateway_status(
         fragment_bytes: None,
         silence,
         flush_patience: silence,
-    };
-    match py.detach(|| client::status(&config)) {
+    }
+}
+
+fn answered(answer: Result<Value, SessionError>) -> PyResult<String> {
+    match answer {
         Ok(state) => Ok(state.to_string()),
         Err(error) if error.code == Some(RefusalCode::Token) => {
             Err(PyPermissionError::new_err(error.to_string()))
         }
         Err(error) => Err(PyConnectionError::new_err(error.to_string())),
     }
+}
+
+/// What is in the store at `paths`, which nobody has open, by namespace and model, as JSON text.
+///
+/// ValueError: there is no store. OSError: the system refuses, or the store is in use.
+#[pyfunction]
+pub fn list_store(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<String> {
+    let config = StoreConfig { paths, ..StoreConfig::default() };
+    let listing = py.detach(|| xkv_store::list(&config)).map_err(exception)?;
+    Ok(xkv_session::listing::json_of(&listing, usize::MAX).to_string())
+}
+
+/// Removes the objects of `namespace` and `model`, None: of all, from the store at `paths`, which nobody has open.
+/// Objects and bytes.
+///
+/// ValueError: there is no store. OSError: the system refuses, or the store is in use.
+#[pyfunction]
+#[pyo3(signature = (paths, namespace, model))]
+pub fn clear_store(
+    py: Python<'_>,
+    paths: Vec<PathBuf>,
+    namespace: Option<String>,
+    model: Option<String>,
+) -> PyResult<(u64, u64)> {
+    let config = StoreConfig { paths, ..StoreConfig::default() };
+    let selection =
+        Selection { namespace: namespace.map(String::into_bytes), model: model.map(String::into_bytes) };
+    let cleared = py.detach(|| xkv_store::clear(&config, &selection)).map_err(exception)?;
+    Ok((cleared.objects, cleared.bytes))
 }
 
 /// Examines the store at `paths` and returns what was found as JSON text; with `repair`, repairs it. `progress` is

@@ -25,7 +25,10 @@ mod _native {
     #[pymodule_export]
     use super::connector::Connector;
     #[pymodule_export]
-    use super::gateway::{Gateway, check_store, format_store, gateway_status, survey_store};
+    use super::gateway::{
+        Gateway, check_store, clear_store, format_store, gateway_clear, gateway_list, gateway_status,
+        list_store, survey_store,
+    };
     #[pymodule_export]
     use super::{log, probe_store, set_up_log};
 }

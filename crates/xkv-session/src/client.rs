@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use xkv_store::{FragmentSums, SlotBuf, SlotPool};
 
 use crate::control::{
-    self, Bye, Frames, Heartbeat, Hello, Message, RefusalCode, StatusRequest, VERSION, Welcome,
+    self, Bye, ClearRequest, Frames, Heartbeat, Hello, Message, RefusalCode, StatusRequest, VERSION, Welcome,
 };
 use crate::entry::{NO_SLOT, Operation, Reply, Request, Status};
 use crate::memory::{Geometry, MAX_SLOT_BYTES, MAX_SLOTS, RingMemory, SharedQueue};
@@ -543,10 +543,44 @@ fn exchange(
 /// # Errors
 /// As [`Session::open`].
 pub fn status(config: &ClientConfig) -> Result<serde_json::Value, SessionError> {
+    ask(
+        config,
+        &Message::Status(StatusRequest { version: VERSION, token: config.token.clone() }),
+        config.silence,
+    )
+}
+
+/// Asks a gateway what is in its store: `usage` by namespace and model, most bytes first. Waits up to `patience`.
+///
+/// # Errors
+/// As [`Session::open`].
+pub fn list(config: &ClientConfig, patience: Duration) -> Result<serde_json::Value, SessionError> {
+    ask(config, &Message::List(StatusRequest { version: VERSION, token: config.token.clone() }), patience)
+}
+
+/// Has a gateway remove the objects of a namespace, of a model, or all; the state has `objects` and `bytes`, or `error`.
+/// Waits up to `patience`; the gateway goes on after that.
+///
+/// # Errors
+/// As [`Session::open`].
+pub fn clear(
+    config: &ClientConfig,
+    namespace: Option<String>,
+    model: Option<String>,
+    patience: Duration,
+) -> Result<serde_json::Value, SessionError> {
+    let request = ClearRequest { version: VERSION, token: config.token.clone(), namespace, model };
+    ask(config, &Message::Clear(request), patience)
+}
+
+fn ask(
+    config: &ClientConfig,
+    request: &Message,
+    patience: Duration,
+) -> Result<serde_json::Value, SessionError> {
     let mut control = connect(config)?;
-    let request = Message::Status(StatusRequest { version: VERSION, token: config.token.clone() });
     let at = format!("gateway {}:{}", config.host, config.port);
-    match exchange(&mut control, &mut Frames::default(), &request, config.silence) {
+    match exchange(&mut control, &mut Frames::default(), request, patience) {
         Ok(Message::State(state)) => Ok(state),
         Ok(Message::Refused(refusal)) => Err(SessionError {
             code: Some(refusal.code),

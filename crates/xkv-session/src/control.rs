@@ -24,7 +24,11 @@ pub enum Message {
     Heartbeat(Heartbeat),
     /// Client, instead of hello or during a session: asks for the gateway's state.
     Status(StatusRequest),
-    /// Gateway's answer.
+    /// Client, instead of hello: asks what is in the store, by namespace and model.
+    List(StatusRequest),
+    /// Client, instead of hello: removes objects.
+    Clear(ClearRequest),
+    /// Gateway's answer to these.
     State(serde_json::Value),
     /// Either: the session ends.
     Bye(Bye),
@@ -115,6 +119,22 @@ pub struct Heartbeat {
     /// Gateway: a flush is in progress.
     #[serde(default)]
     pub flushing: bool,
+}
+
+/// Removes the objects of a namespace, of a model, or all.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClearRequest {
+    /// Version of the protocol.
+    pub version: u32,
+    /// Shared secret, when the gateway wants one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub token: Option<String>,
+    /// Only objects of this namespace.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub namespace: Option<String>,
+    /// Only objects of this model: those whose key begins with it, up to the first `@`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<String>,
 }
 
 /// Asks for the gateway's state.

@@ -21,6 +21,11 @@ pub(crate) struct Failures {
     no_space: Kind,
 }
 
+/// Whether the number is of an error that says that there is no room.
+pub(crate) fn is_full(errno: u64) -> bool {
+    [libc::ENOSPC, libc::EDQUOT].iter().any(|&full| errno == full as u64)
+}
+
 /// How many there were, and how long ago the latest was.
 pub(crate) type Count = (u64, Option<Duration>);
 
@@ -39,11 +44,22 @@ impl Failures {
     /// Counts a reply that tells of a failure.
     pub(crate) fn note(&self, reply: &Reply) {
         let kind = match (reply.status, reply.operation) {
+            // Counted once an object: see `no_room`.
+            (Status::Io, Operation::Write) if is_full(reply.value) => return,
             (Status::Io, Operation::Read) => &self.reads,
             (Status::Io | Status::ReadOnly, _) => &self.writes,
             (Status::NoSpace, _) => &self.no_space,
             _ => return,
         };
+        self.add(kind);
+    }
+
+    /// Counts an object whose fragments find no room, since the file system under the store is full.
+    pub(crate) fn no_room(&self) {
+        self.add(&self.no_space);
+    }
+
+    fn add(&self, kind: &Kind) {
         kind.latest.store(self.started.elapsed().as_millis().max(1) as u64, Relaxed);
         kind.count.fetch_add(1, Relaxed);
     }

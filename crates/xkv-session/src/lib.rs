@@ -10,6 +10,7 @@ pub mod control;
 pub mod entry;
 #[cfg(not(loom))]
 mod failures;
+pub mod listing;
 #[cfg(not(loom))]
 #[allow(unsafe_code)]
 pub mod memory;

@@ -11,13 +11,15 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
-use xkv_store::{Error, ErrorKind, Store, StoreStats};
+use serde_json::json;
+use xkv_store::{Cleared, Error, ErrorKind, Selection, Store, StoreStats};
 
 use crate::control::{
-    self, Bye, Frames, Heartbeat, Hello, MAX_FRAME, Message, Refusal, RefusalCode, StatusRequest, VERSION,
-    Welcome,
+    self, Bye, ClearRequest, Frames, Heartbeat, Hello, MAX_FRAME, Message, Refusal, RefusalCode,
+    StatusRequest, VERSION, Welcome,
 };
 use crate::failures::Failures;
+use crate::listing;
 use crate::memory::{Geometry, MAX_SLOTS, RingMemory};
 use crate::pass::{self, Access, Handover};
 use crate::service::Service;
@@ -89,6 +91,10 @@ pub struct GatewayStatus {
     pub uptime_s: f64,
     /// Objects present.
     pub objects: u64,
+    /// Of those, objects never read since they were written, and their slots.
+    pub never_read: u64,
+    /// See `never_read`.
+    pub never_read_slots: u64,
     /// Slots used and in all.
     pub slots_used: u64,
     /// See `slots_used`.
@@ -99,6 +105,8 @@ pub struct GatewayStatus {
     pub committed: u64,
     /// See `committed`.
     pub evicted: u64,
+    /// Of those, objects that were never read.
+    pub evicted_never_read: u64,
     /// See `committed`.
     pub removed: u64,
     /// See `committed`.
@@ -404,6 +412,14 @@ impl Shared {
                 }
             },
             Ok(Some(Message::Status(request))) => _ = self.answer_status(&mut stream, &request),
+            Ok(Some(Message::List(request))) => {
+                _ = self.answer(&mut stream, request.token.as_deref(), || self.list());
+            }
+            Ok(Some(Message::Clear(request))) => {
+                _ = self.answer(&mut stream, request.token.as_deref(), || {
+                    Ok(self.clear(address, request.clone()))
+                });
+            }
             Ok(_) => {}
             Err(error) => tracing::debug!(%address, %error, "connection without a session"),
         }
@@ -426,11 +442,52 @@ impl Shared {
     }
 
     fn answer_status(&self, stream: &mut TcpStream, request: &StatusRequest) -> io::Result<()> {
-        let message = match self.check_token(request.token.as_deref()) {
-            Ok(()) => Message::State(self.state()?),
+        self.answer(stream, request.token.as_deref(), || self.state())
+    }
+
+    /// Answers with a state, when the token is right.
+    fn answer(
+        &self,
+        stream: &mut TcpStream,
+        token: Option<&str>,
+        state: impl FnOnce() -> io::Result<serde_json::Value>,
+    ) -> io::Result<()> {
+        let message = match self.check_token(token) {
+            Ok(()) => Message::State(state()?),
             Err(refusal) => Message::Refused(refusal),
         };
         control::send(stream, &message)
+    }
+
+    /// What is in the store, as a frame can carry it: of very many models the smaller half is left out, and again.
+    fn list(&self) -> io::Result<serde_json::Value> {
+        let listing = self.store.list();
+        let mut most = listing.usage.len();
+        loop {
+            let state = listing::json_of(&listing, most);
+            if serde_json::to_vec(&state)?.len() <= MAX_FRAME - 64 || most == 0 {
+                return Ok(state);
+            }
+            most /= 2;
+        }
+    }
+
+    fn clear(&self, address: SocketAddr, request: ClearRequest) -> serde_json::Value {
+        let (namespace, model) = (request.namespace, request.model);
+        let selection = Selection {
+            namespace: namespace.clone().map(String::into_bytes),
+            model: model.clone().map(String::into_bytes),
+        };
+        match self.store.clear(&selection) {
+            Ok(Cleared { objects, bytes }) => {
+                tracing::info!(%address, ?namespace, ?model, objects, bytes, "cleared on request");
+                json!({"objects": objects, "bytes": bytes})
+            }
+            Err(error) => {
+                tracing::error!(%address, ?namespace, ?model, %error, "could not clear");
+                json!({"error": error.to_string()})
+            }
+        }
     }
 
     /// The status as a frame can carry it: of very many sessions the later half is left out, and again.
@@ -606,10 +663,13 @@ impl Shared {
     fn status(&self) -> GatewayStatus {
         let StoreStats {
             objects,
+            never_read,
+            never_read_slots,
             slots_used,
             slots_total,
             fragment_bytes,
             evicted,
+            evicted_never_read,
             committed,
             removed,
             discarded,
@@ -655,11 +715,14 @@ impl Shared {
             description: self.store.describe(),
             uptime_s: self.started.elapsed().as_secs_f64(),
             objects,
+            never_read,
+            never_read_slots,
             slots_used,
             slots_total,
             fragment_bytes,
             committed,
             evicted,
+            evicted_never_read,
             removed,
             discarded,
             commit_groups,

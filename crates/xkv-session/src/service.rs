@@ -16,7 +16,7 @@ use xkv_store::{
 };
 
 use crate::entry::{NO_SLOT, Operation, Reply, Request, Status};
-use crate::failures::Failures;
+use crate::failures::{Failures, is_full};
 use crate::memory::{RingMemory, SharedQueue, SlotTable};
 use crate::queue::{Consumer, Corrupt, Producer, QueueMemory};
 
@@ -105,6 +105,8 @@ impl Drop for Guard {
 struct OpenTxn {
     txn: Txn,
     sums: Vec<Option<FragmentSums>>,
+    /// A fragment of it found no room.
+    full: Arc<AtomicBool>,
 }
 
 #[derive(Default)]
@@ -401,7 +403,7 @@ impl Service {
                 }
                 drop(slot);
                 let (handle, sums) = (handles.number(), vec![None; txn.fragments() as usize]);
-                handles.txns.insert(handle, OpenTxn { txn, sums });
+                handles.txns.insert(handle, OpenTxn { txn, sums, full: Arc::default() });
                 self.count(handles);
                 return owed.give_value(Status::Done, handle, 0, FragmentSums::default());
             }
@@ -461,9 +463,9 @@ impl Service {
             let place = open.sums.get_mut(usize::try_from(argument).ok()?)?;
             // A fragment is written once.
             place.is_none().then(|| *place = Some(sums))?;
-            Some(&open.txn)
+            Some((&open.txn, open.full.clone()))
         });
-        let Some(txn) = place else {
+        let Some((txn, full)) = place else {
             drop(slot);
             return owed.give(Status::Invalid);
         };
@@ -475,14 +477,20 @@ impl Service {
                     owed.replies.bytes_written.fetch_add(bytes, Ordering::Relaxed);
                     owed.give(Status::Done);
                 }
-                Err(error) => owed.give_io(&error),
+                Err(error) => {
+                    let no_room = error.raw_os_error().is_some_and(|errno| is_full(errno as u64));
+                    if no_room && !full.swap(true, Ordering::Relaxed) {
+                        owed.replies.failures.no_room();
+                    }
+                    owed.give_io(&error);
+                }
             }
         };
         txn.write(argument as u32, slot, Box::new(done));
     }
 
     fn commit(&self, owed: Owed, handles: &mut Handles) {
-        let Some(OpenTxn { txn, sums }) = handles.txns.remove(&owed.request.handle) else {
+        let Some(OpenTxn { txn, sums, .. }) = handles.txns.remove(&owed.request.handle) else {
             return owed.give(Status::Invalid);
         };
         self.count(handles);

@@ -18,7 +18,7 @@ fn every_frame_shown_is_read_and_written_as_it_stands() {
         assert_eq!(String::from_utf8_lossy(&written[4..]), body);
         kinds.push(body.split('"').nth(3).unwrap());
     }
-    assert_eq!(kinds, ["hello", "welcome", "refused", "heartbeat", "status", "bye"]);
+    assert_eq!(kinds, ["hello", "welcome", "refused", "heartbeat", "status", "list", "clear", "bye"]);
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::ops::ControlFlow;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,7 +22,7 @@ use crate::log::Log;
 use crate::open::mark_formed;
 use crate::record::{self, ManifestRef};
 use crate::recover::{Live, recover};
-use crate::set::{self, Found};
+use crate::set;
 
 /// Memory for reads in flight of one drive, bytes.
 const WINDOW_BYTES: usize = 16 << 20;
@@ -119,24 +120,37 @@ pub fn check(
     repair: bool,
     progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
 ) -> Result<Report> {
+    let devices = if repair { open_for_writing(config)? } else { open_for_reading(config)? };
+    check_on(devices, config, repair, progress)
+}
+
+fn nothing(path: &Path) -> Error {
+    Error::new(
+        ErrorKind::Invalid,
+        format!("{}: there is no store; name the drives, files or folders of one", path.display()),
+    )
+}
+
+/// The drives of a store, locked, to be looked at alone.
+pub(crate) fn open_for_reading(config: &StoreConfig) -> Result<Vec<Arc<dyn Device>>> {
     let options = config.open_options()?;
     let mut devices = Vec::new();
     for path in &config.paths {
-        let nothing = || {
-            Error::new(
-                ErrorKind::Invalid,
-                format!("{}: there is no store; name the drives, files or folders of one", path.display()),
-            )
-        };
-        let file = if repair {
-            open_read_only(path)?.ok_or_else(nothing)?;
-            open(path, &options)?
-        } else {
-            open_to_examine(path, &options)?.ok_or_else(nothing)?
-        };
+        let file = open_to_examine(path, &options)?.ok_or_else(|| nothing(path))?;
         devices.push(Arc::new(file) as Arc<dyn Device>);
     }
-    check_on(devices, config, repair, progress)
+    Ok(devices)
+}
+
+/// The drives of a store, locked. Nothing is made where there is nothing.
+fn open_for_writing(config: &StoreConfig) -> Result<Vec<Arc<dyn Device>>> {
+    let options = config.open_options()?;
+    let mut devices = Vec::new();
+    for path in &config.paths {
+        open_read_only(path)?.ok_or_else(|| nothing(path))?;
+        devices.push(Arc::new(open(path, &options)?) as Arc<dyn Device>);
+    }
+    Ok(devices)
 }
 
 /// [`check()`] on devices opened by the caller (tests).
@@ -150,16 +164,7 @@ pub fn check_on(
     progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
 ) -> Result<Report> {
     let refs: Vec<&dyn Device> = devices.iter().map(|device| &**device).collect();
-    let headers = match set::recognise(&refs, config.fragment_bytes)? {
-        Found::Store(headers) => headers,
-        Found::Blank => {
-            let names: Vec<&str> = refs.iter().map(|device| device.name()).collect();
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("{}: blank, there is no store; name the drives of one", names.join(", ")),
-            ));
-        }
-    };
+    let headers = set::recognise_store(&refs, config.fragment_bytes)?;
     let mut drives: Vec<(Superblock, Arc<dyn Device>)> =
         headers.into_iter().map(|(header, position)| (header, devices[position].clone())).collect();
     let first = drives[0].0.clone();

@@ -152,7 +152,7 @@ pub(crate) fn closed() -> Error {
     Error::new(ErrorKind::ReadOnly, "the store is closed")
 }
 
-fn log_failed() -> Error {
+pub(crate) fn log_failed() -> Error {
     Error::new(ErrorKind::ReadOnly, "the store is read-only since its manifest log failed")
 }
 

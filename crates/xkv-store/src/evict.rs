@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::commit::Op;
 use crate::inner::Inner;
+use crate::recency;
 use crate::signals::Request;
 
 /// Share of the slots that is kept free: one in so many.
@@ -58,6 +59,9 @@ fn round(inner: &Arc<Inner>, request: &Request) {
                 continue;
             }
             inner.counters.evicted.fetch_add(1, Ordering::Relaxed);
+            if !recency::is_read(entry.recency.load(Ordering::Relaxed)) {
+                inner.counters.evicted_never_read.fetch_add(1, Ordering::Relaxed);
+            }
             let sender = sender.clone();
             let done = Box::new(move |_| _ = sender.send(()));
             inner.commits.push(Op::Remove { digest: *entry.key.digest(), entry: Some(entry), done });

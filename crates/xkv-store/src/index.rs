@@ -12,6 +12,7 @@ use crate::alloc::Slots;
 use crate::bytes::get_u64;
 use crate::checksum::FragmentSums;
 use crate::key::{Digest, ObjectKey};
+use crate::recency::{self, Clock};
 use crate::record::ManifestRef;
 
 const SHARDS: usize = 64;
@@ -22,7 +23,7 @@ pub struct Entry {
     pub(crate) size: u64,
     pub(crate) slots: Slots,
     pub(crate) sums: Box<[FragmentSums]>,
-    /// Position in the order of use.
+    /// Position in the order of use, see [`crate::recency`].
     pub(crate) recency: AtomicU64,
     /// Under which recency the order knows this entry; changed under the order's lock.
     ordered: AtomicU64,
@@ -104,14 +105,19 @@ type Shard = RwLock<HashMap<Digest, State, BuildHasherDefault<DigestHasher>>>;
 pub(crate) struct Index {
     shards: Box<[Shard]>,
     order: Mutex<BTreeMap<u64, Arc<Entry>>>,
-    clock: AtomicU64,
+    clock: Clock,
     objects: AtomicU64,
+    /// Of the objects, those never read, and their slots.
+    never_read: AtomicU64,
+    never_read_slots: AtomicU64,
 }
 
 impl Index {
     pub(crate) fn new() -> Self {
         let shards = (0..SHARDS).map(|_| Shard::default()).collect();
-        Self { shards, order: Mutex::default(), clock: AtomicU64::new(1), objects: AtomicU64::new(0) }
+        let (order, clock, objects) = (Mutex::default(), Clock::default(), AtomicU64::new(0));
+        let (never_read, never_read_slots) = (AtomicU64::new(0), AtomicU64::new(0));
+        Self { shards, order, clock, objects, never_read, never_read_slots }
     }
 
     fn shard(&self, digest: &Digest) -> &Shard {
@@ -123,14 +129,19 @@ impl Index {
         self.objects.load(Ordering::Relaxed)
     }
 
-    /// The next position in the order of use.
+    /// Objects present that were never read since they were written, and their slots.
+    pub(crate) fn never_read(&self) -> (u64, u64) {
+        (self.never_read.load(Ordering::Relaxed), self.never_read_slots.load(Ordering::Relaxed))
+    }
+
+    /// The position of an object that is stored now.
     pub(crate) fn tick(&self) -> u64 {
-        self.clock.fetch_add(1, Ordering::Relaxed)
+        self.clock.tick(false)
     }
 
     /// Makes later positions larger than `recency`.
     pub(crate) fn advance(&self, recency: u64) {
-        self.clock.fetch_max(recency.saturating_add(1), Ordering::Relaxed);
+        self.clock.advance(recency);
     }
 
     /// Looks at a present object.
@@ -194,7 +205,6 @@ impl Index {
         }
         self.order_in(entry);
         shard.insert(digest, State::Present(entry.clone()));
-        self.objects.fetch_add(1, Ordering::Relaxed);
         true
     }
 
@@ -202,7 +212,6 @@ impl Index {
     pub(crate) fn restore(&self, entry: Arc<Entry>) {
         self.order_in(&entry);
         self.shard(entry.key.digest()).write().insert(*entry.key.digest(), State::Present(entry));
-        self.objects.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Opens an object for reading.
@@ -210,7 +219,11 @@ impl Index {
         self.with(key, |entry| {
             // Counted under the shard's lock, so that the evictor either sees it or has taken the entry already.
             entry.leases.fetch_add(1, Ordering::Relaxed);
-            entry.recency.store(self.tick(), Ordering::Relaxed);
+            let before = entry.recency.swap(self.clock.tick(true), Ordering::Relaxed);
+            if !recency::is_read(before) {
+                self.never_read.fetch_sub(1, Ordering::Relaxed);
+                self.never_read_slots.fetch_sub(entry.slots.numbers().len() as u64, Ordering::Relaxed);
+            }
             entry.clone()
         })
     }
@@ -286,14 +299,20 @@ impl Index {
 
     fn order_in(&self, entry: &Arc<Entry>) {
         let recency = entry.recency.load(Ordering::Relaxed);
+        self.objects.fetch_add(1, Ordering::Relaxed);
+        if !recency::is_read(recency) {
+            self.never_read.fetch_add(1, Ordering::Relaxed);
+            self.never_read_slots.fetch_add(entry.slots.numbers().len() as u64, Ordering::Relaxed);
+        }
         Self::order_at(&mut self.order.lock(), entry, recency, &self.clock);
     }
 
-    fn order_at(order: &mut BTreeMap<u64, Arc<Entry>>, entry: &Arc<Entry>, recency: u64, clock: &AtomicU64) {
+    fn order_at(order: &mut BTreeMap<u64, Arc<Entry>>, entry: &Arc<Entry>, recency: u64, clock: &Clock) {
         let mut at = recency;
         if order.contains_key(&at) {
-            at = clock.fetch_add(1, Ordering::Relaxed);
-            entry.recency.store(at, Ordering::Relaxed);
+            at = clock.tick(recency::is_read(recency));
+            // Whoever used it meanwhile knows better.
+            _ = entry.recency.compare_exchange(recency, at, Ordering::Relaxed, Ordering::Relaxed);
         }
         entry.ordered.store(at, Ordering::Relaxed);
         order.insert(at, entry.clone());
@@ -304,5 +323,9 @@ impl Index {
         order.remove(&entry.ordered.load(Ordering::Relaxed));
         drop(order);
         self.objects.fetch_sub(1, Ordering::Relaxed);
+        if !recency::is_read(entry.recency.load(Ordering::Relaxed)) {
+            self.never_read.fetch_sub(1, Ordering::Relaxed);
+            self.never_read_slots.fetch_sub(entry.slots.numbers().len() as u64, Ordering::Relaxed);
+        }
     }
 }

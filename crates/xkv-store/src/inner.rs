@@ -32,6 +32,7 @@ pub(crate) struct Drive {
 pub(crate) struct Counters {
     pub(crate) committed: AtomicU64,
     pub(crate) evicted: AtomicU64,
+    pub(crate) evicted_never_read: AtomicU64,
     pub(crate) groups: AtomicU64,
     pub(crate) removed: AtomicU64,
     pub(crate) discarded: AtomicU64,

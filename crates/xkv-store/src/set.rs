@@ -51,6 +51,26 @@ pub(crate) fn recognise(devices: &[&dyn Device], fragment_bytes: Option<u32>) ->
     Ok(found)
 }
 
+/// [`recognise`] where there must be a store. Headers in the store's order of drives, as in [`Found::Store`].
+///
+/// # Errors
+/// Blank drives, and those of [`recognise`].
+pub(crate) fn recognise_store(
+    devices: &[&dyn Device],
+    fragment_bytes: Option<u32>,
+) -> Result<Vec<(Superblock, usize)>> {
+    match recognise(devices, fragment_bytes)? {
+        Found::Store(headers) => Ok(headers),
+        Found::Blank => {
+            let names: Vec<&str> = devices.iter().map(|device| device.name()).collect();
+            Err(Error::new(
+                ErrorKind::Invalid,
+                format!("{}: blank, there is no store; name the drives of one", names.join(", ")),
+            ))
+        }
+    }
+}
+
 fn compare(devices: &[&dyn Device]) -> Result<Found> {
     let mut headers = Vec::new();
     let mut blank = Vec::new();

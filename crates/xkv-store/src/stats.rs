@@ -26,6 +26,10 @@ pub struct DriveInfo {
 pub struct StoreStats {
     /// Objects present.
     pub objects: u64,
+    /// Of those, objects never read since they were written. Reads of the seconds before a crash are forgotten.
+    pub never_read: u64,
+    /// Slots of those.
+    pub never_read_slots: u64,
     /// Slots of live objects, transactions, and removals not yet committed.
     pub slots_used: u64,
     /// Slots in all.
@@ -34,6 +38,8 @@ pub struct StoreStats {
     pub fragment_bytes: u32,
     /// Objects evicted since opening.
     pub evicted: u64,
+    /// Of those, objects that were never read: written in vain.
+    pub evicted_never_read: u64,
     /// Objects committed since opening.
     pub committed: u64,
     /// Objects removed on request since opening.

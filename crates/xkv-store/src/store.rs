@@ -260,12 +260,16 @@ impl Store {
         let inner = &self.0.inner;
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let (commits_queued, committing_for) = inner.commits.load();
+        let (never_read, never_read_slots) = inner.index.never_read();
         StoreStats {
             objects: inner.index.objects(),
+            never_read,
+            never_read_slots,
             slots_used: (inner.allocator.slots() - inner.allocator.free()) as u64,
             slots_total: inner.allocator.slots() as u64,
             fragment_bytes: inner.fragment_bytes as u32,
             evicted: count(&inner.counters.evicted),
+            evicted_never_read: count(&inner.counters.evicted_never_read),
             committed: count(&inner.counters.committed),
             removed: count(&inner.counters.removed),
             discarded: count(&inner.counters.discarded),
