@@ -209,6 +209,10 @@ VLLM_ENVIRONMENT = {
 }
 
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""For short prompts: threads that wait for each other are many times slower on a machine that is busy with other things."""
+
+
 class Serving:
     """vLLM with, or without, the LMCache server and our plugin in front of it, started by the launcher.
 

@@ -9,7 +9,7 @@ import sys
 
 from demo.__main__ import RUN, STORE_GB, Progress
 from demo.model import MODELS, SMOLLM2, make
-from demo.stack import Serving, StackError, signals_as_exceptions
+from demo.stack import ONE_THREAD, Serving, StackError, signals_as_exceptions
 
 
 def command(serving: Serving, count: int, *arguments: str) -> list[str]:
@@ -34,10 +34,10 @@ def main() -> int:
             model = make(arguments.model, RUN / "models")
             say(f"starting the LMCache server and vLLM; log: {folder / 'serving.log'}")
             params = {"store": str(folder / "store"), "store_gb": STORE_GB, "namespace": arguments.model}
-            with Serving(model, folder / "serving.log", params) as serving:
+            with Serving(model, folder / "serving.log", params, ONE_THREAD) as serving:
                 serving.wait_until_ready(say)
                 say(f"xkv verify, {arguments.count} prompts")
-                length = ("--words", "400", "--max-tokens", "32")
+                length = ("--words", "300", "--max-tokens", "16")
                 done = subprocess.run(command(serving, arguments.count, *length), check=False)
                 say(f"{serving.l2_objects_loaded()} objects were loaded from the second tier")
                 return done.returncode

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from demo.model import TINY, make
-from demo.stack import ROOT, Serving
+from demo.stack import ONE_THREAD, ROOT, Serving
 from demo.verify import command
 from tests.monitoring.conftest import HTTP
 from xkv_lmcache.cli.verify import Answer, Outcome
@@ -28,7 +28,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving,
     """vLLM with a tier that does not look at what it loads, and the file of its store."""
     folder = tmp_path_factory.mktemp("verify")
     params = {"store": str(folder / "store"), "store_gb": 0.5, "verify": "off"}
-    with Serving(make(TINY, ROOT / ".run" / "models"), folder / "log", params) as running:
+    with Serving(make(TINY, ROOT / ".run" / "models"), folder / "log", params, ONE_THREAD) as running:
         running.wait_until_ready()
         (file,) = (folder / "store").glob("*.dat")
         yield running, file
