@@ -121,7 +121,7 @@ def io_uring_refusal() -> str | None:
         return None
     match ctypes.get_errno():
         case errno.ENOSYS:
-            return "the kernel does not have it"
+            return "the kernel does not have it, or a seccomp profile hides it"
         case errno.EPERM | errno.EACCES:
             return (
                 "it is forbidden, by the container's seccomp profile or the sysctl kernel.io_uring_disabled"

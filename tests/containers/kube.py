@@ -38,9 +38,12 @@ class Player:
             "/run/xkv": self.folders / "run",
             "/var/lib/xkv": self.folders / "store",
             "/var/lib/xkv-model": model,
+            "/dev/shm": folder / "shm",
         }
         for name in ("run", "store"):
             (self.folders / name).mkdir()
+        (folder / "shm").mkdir()
+        (folder / "shm").chmod(0o1777)
         self._folder = folder
         self._up: list[str] = []
         # The engine may not raise limits everywhere, and `kube play` has no option for them.
@@ -64,10 +67,16 @@ class Player:
         ]
         template = manifest["spec"]["template"]
         self._localize(template["spec"])
+        # podman 4.3 removes an init container that is done, and at times fails because it is still ending.
+        kept = {"io.podman.annotations.init.container.type": "always"}
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {**template["metadata"], "name": _PREFIX + name},
+            "metadata": {
+                **template["metadata"],
+                "name": _PREFIX + name,
+                "annotations": {**template["metadata"]["annotations"], **kept},
+            },
             "spec": template["spec"],
         }
         file = self._folder / f"{form.replace('/', '-')}-{name}.yaml"
@@ -106,6 +115,10 @@ class Player:
             if "secret" in volume:
                 # podman 4.3 falls over a Secret volume that does not say it.
                 volume["secret"]["optional"] = False
+            if (volume.get("emptyDir") or {}).get("medium") == "Memory":
+                # A cluster's is for everybody, podman's is root's.
+                del volume["emptyDir"]
+                volume["hostPath"] = {"path": "/dev/shm", "type": "Directory"}
             if "hostPath" in volume:
                 volume["hostPath"]["path"] = str(self._paths[volume["hostPath"]["path"]])
         for container in containers(spec):

@@ -84,7 +84,7 @@ class Stack:
 
     def wait_until_registered_again(self, after: int) -> None:
         """Returns when vLLM has registered with a server that was restarted; `after`: length of its log then."""
-        self.vllm.wait_for_text(RECONNECTED, 60, after)
+        self.vllm.wait_for_text(RECONNECTED, 180, after)
 
     def settle(self, objects: int) -> None:
         """Returns when L1 holds `objects` objects at least and L2 has answered the store of each."""
