@@ -277,6 +277,19 @@ mod tests {
     }
 
     #[test]
+    fn a_state_passes_its_numbers_on_as_they_came() {
+        let state = r#"{"type":"state","x":8.888888888888889e+55}"#;
+        let frame = [&(state.len() as u32).to_le_bytes(), state.as_bytes()].concat();
+        let read = Frames::default().next(&mut &frame[..]).unwrap().unwrap();
+        assert_eq!(encoded(&read), state);
+        // The nearest number to this text is one that a quick parser misses.
+        let long =
+            r#"{"type":"state","x":88888888888888888888888888888888888888888888888888888888.88888888}"#;
+        let frame = [&(long.len() as u32).to_le_bytes(), long.as_bytes()].concat();
+        assert_eq!(Frames::default().next(&mut &frame[..]).unwrap().unwrap(), read);
+    }
+
+    #[test]
     fn frames_arrive_in_any_pieces_and_unknown_fields_are_ignored() {
         struct Pieces(Vec<u8>, usize);
         impl Read for Pieces {
