@@ -9,13 +9,16 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use xkv_store::io::engine::IoDone;
-use xkv_store::{FragmentSums, ObjectKey, Result, SlotBuf, StoreStats};
+use xkv_store::{FragmentSums, Lent, ObjectKey, Result, SlotBuf, StoreStats};
 
 /// Takes an answer.
 pub type Done<T> = Box<dyn FnOnce(T) + Send>;
 
 /// Takes a slot back, with a fragment and its checksums in it.
 pub type ReadDone = Box<dyn FnOnce(SlotBuf, io::Result<FragmentSums>) + Send>;
+
+/// As [`ReadDone`], of a read straight into memory that was given back before.
+pub type StraightDone = Box<dyn FnOnce(io::Result<FragmentSums>) + Send>;
 
 /// Drives that an object has fragments on: drive 0 is bit 0, drives from 63 on share bit 63.
 pub type DriveSet = u64;
@@ -85,6 +88,10 @@ pub trait Backend: Send + Sync + 'static {
     fn on_space(&self, waker: Arc<dyn Fn() + Send + Sync>);
     /// For every drive, when its oldest I/O in flight was given to it.
     fn oldest_io(&self) -> Vec<Option<Instant>>;
+    /// Fragments that are worth having under way at once.
+    fn useful_in_flight(&self) -> usize {
+        self.slots()
+    }
     /// Free slots, and the fewest seen so far.
     fn free_slots(&self) -> (usize, usize);
     /// The store's own counters.
@@ -131,6 +138,19 @@ pub trait Reading: Send {
     fn take_slot(&self) -> Option<SlotBuf>;
     /// Reads fragment `index` into the start of `slot`.
     fn read(&self, index: u32, slot: SlotBuf, done: ReadDone);
+    /// Whether fragment `index` can be read straight into memory that starts at a whole block.
+    fn reads_straight(&self, _index: u32) -> bool {
+        false
+    }
+    /// Reads fragment `index` into memory of its length, where [`Reading::reads_straight`].
+    fn read_straight(&self, _index: u32, memory: Lent, done: StraightDone) {
+        drop(memory);
+        done(Err(io::ErrorKind::Unsupported.into()));
+    }
+    /// Whether completions of fragment `index` come on threads that have time to go on with the bytes.
+    fn has_time(&self, _index: u32) -> bool {
+        false
+    }
     /// Removes the object as damaged.
     fn discard(&self);
 }

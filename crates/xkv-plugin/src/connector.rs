@@ -409,7 +409,10 @@ impl Connector {
     ) -> u64 {
         let id = self.submitted(operation, keys);
         if operation == Operation::Get {
-            buffers.iter().flatten().for_each(|buffer| buffer.fail(&self.shared.stamp));
+            for buffer in buffers.iter().flatten() {
+                let closed = buffer.fail(&self.shared.stamp);
+                debug_assert!(closed, "nothing is lent of a buffer that was just submitted");
+            }
             self.shared.stats.missed(Miss::Refused, keys as u64);
         }
         if operation == Operation::Exists {

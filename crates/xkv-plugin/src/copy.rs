@@ -45,6 +45,15 @@ pub unsafe fn scatter(slot: &[u8], target: NonNull<u8>, summer: &mut Summer) {
     }
 }
 
+/// Takes `len` bytes of L1 through `summer`.
+///
+/// # Safety
+/// `source` is valid for reads of `len` bytes, and nobody writes them meanwhile.
+pub unsafe fn sum(source: NonNull<u8>, len: usize, summer: &mut Summer) {
+    // SAFETY: the caller's contract.
+    summer.update(unsafe { std::slice::from_raw_parts(source.as_ptr(), len) });
+}
+
 /// Reads the first bytes of a buffer.
 ///
 /// # Safety
@@ -81,6 +90,8 @@ pub enum CopyJob {
     Gather { piece: Piece, place: Place, slot: SlotBuf, deadline: Instant },
     /// Slot to L1, for a load, checked against `sums`.
     Scatter { piece: Piece, place: Place, slot: SlotBuf, sums: FragmentSums, coverage: Coverage },
+    /// What the drive read straight into L1, checked against `sums`.
+    Check { piece: Piece, place: Place, sums: FragmentSums, coverage: Coverage },
 }
 
 /// Runs jobs until there is nobody left to send some, or `closing`.
@@ -89,21 +100,29 @@ pub fn run(jobs: &Receiver<CopyJob>, inbox: &Sender<Message>, closing: &AtomicBo
         if closing.load(Ordering::Acquire) {
             return;
         }
-        // A panic costs its own key: without an answer the slot would count as used for ever.
-        let message = match job {
-            CopyJob::Gather { piece, place, slot, deadline } => {
-                let copied = catch_unwind(AssertUnwindSafe(|| gathered(piece, &place, slot, deadline)));
-                Message::Gathered { piece, outcome: copied.unwrap_or(Gathering::Closed) }
-            }
-            CopyJob::Scatter { piece, place, slot, sums, coverage } => {
-                let copied =
-                    catch_unwind(AssertUnwindSafe(|| scattered(piece, &place, &slot, sums, coverage)));
-                drop(slot);
-                Message::Scattered { piece, outcome: copied.unwrap_or(Scattering::Closed) }
-            }
-        };
+        let message = move_fragment(job);
         // The reactor ends with the connector; what is left then is of no use to anybody.
         let _ = inbox.send(message);
+    }
+}
+
+/// Does a job, and says what came of it.
+pub fn move_fragment(job: CopyJob) -> Message {
+    // A panic costs its own key: without an answer the slot would count as used for ever.
+    match job {
+        CopyJob::Gather { piece, place, slot, deadline } => {
+            let copied = catch_unwind(AssertUnwindSafe(|| gathered(piece, &place, slot, deadline)));
+            Message::Gathered { piece, outcome: copied.unwrap_or(Gathering::Closed) }
+        }
+        CopyJob::Scatter { piece, place, slot, sums, coverage } => {
+            let copied = catch_unwind(AssertUnwindSafe(|| scattered(piece, &place, &slot, sums, coverage)));
+            drop(slot);
+            Message::Scattered { piece, outcome: copied.unwrap_or(Scattering::Closed) }
+        }
+        CopyJob::Check { piece, place, sums, coverage } => {
+            let checked = catch_unwind(AssertUnwindSafe(|| checked(piece, &place, sums, coverage)));
+            Message::Scattered { piece, outcome: checked.unwrap_or(Scattering::Closed) }
+        }
     }
 }
 
@@ -126,7 +145,18 @@ fn scattered(piece: Piece, place: &Place, slot: &[u8], sums: FragmentSums, cover
     if !place.buffer.scatter(place.offset, &slot[..place.len], &mut summer) {
         return Scattering::Closed;
     }
-    let found = summer.finish();
+    verdict(summer.finish(), sums, coverage)
+}
+
+fn checked(piece: Piece, place: &Place, sums: FragmentSums, coverage: Coverage) -> Scattering {
+    let mut summer = Summer::new(&place.digest, piece.index, place.len as u32, coverage);
+    if !place.buffer.sum(place.offset, place.len, &mut summer) {
+        return Scattering::Closed;
+    }
+    verdict(summer.finish(), sums, coverage)
+}
+
+fn verdict(found: FragmentSums, sums: FragmentSums, coverage: Coverage) -> Scattering {
     let right = match coverage {
         Coverage::Both => found == sums,
         Coverage::Full => found.full == sums.full,

@@ -7,11 +7,15 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, RwLock};
 use xkv_store::io::engine::IoDone;
 use xkv_store::{
-    Begin, Error, ErrorKind, FragmentSums, Lease, ObjectKey, Result, SlotBuf, SlotPool, Store, StoreConfig,
-    StoreStats, Txn,
+    Begin, Error, ErrorKind, FragmentSums, Lease, Lent, ObjectKey, Result, SlotBuf, SlotPool, Store,
+    StoreConfig, StoreStats, Txn,
 };
 
-use crate::backend::{Backend, Begun, Done, DriveSet, ReadDone, Reading, Transaction};
+use crate::backend::{Backend, Begun, Done, DriveSet, ReadDone, Reading, StraightDone, Transaction};
+
+/// Fragments under way that keep a drive busy: twice what its engine gives it at once. More would only spread over more
+/// memory than the CPU's caches hold, and stand in the way of what comes next.
+const IN_FLIGHT_PER_DRIVE: usize = 64;
 
 /// A store in this process, until it is closed.
 pub struct Embedded {
@@ -122,6 +126,10 @@ impl Backend for Embedded {
         drives.iter().map(|drive| drive.oldest).collect()
     }
 
+    fn useful_in_flight(&self) -> usize {
+        IN_FLIGHT_PER_DRIVE * self.drives
+    }
+
     fn free_slots(&self) -> (usize, usize) {
         (self.slots.free(), self.slots.low_water())
     }
@@ -203,6 +211,19 @@ impl Reading for Leased {
     fn read(&self, index: u32, slot: SlotBuf, done: ReadDone) {
         let sums = self.lease.sums(index);
         self.lease.read(index, slot, Box::new(move |slot, read| done(slot, read.map(|()| sums))));
+    }
+
+    fn reads_straight(&self, index: u32) -> bool {
+        self.lease.reads_straight(index)
+    }
+
+    fn read_straight(&self, index: u32, memory: Lent, done: StraightDone) {
+        let sums = self.lease.sums(index);
+        self.lease.read_straight(index, memory, Box::new(move |read| done(read.map(|()| sums))));
+    }
+
+    fn has_time(&self, index: u32) -> bool {
+        self.lease.has_time(index)
     }
 
     fn discard(&self) {

@@ -2,22 +2,41 @@
 //!
 //! L1 hands the memory to somebody else once an operation was answered. Whoever copies enters the guard, is refused
 //! once it was closed, and whoever closes waits for the copies in progress, each of one fragment at most.
+//!
+//! A drive that reads straight into the buffer cannot be waited for like that: it may take for ever, and nothing takes
+//! the memory from it. While it has some, closing is put off; nobody enters any more, and whoever wants to close comes
+//! back when the drive has let go.
 
 use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::RwLock;
-use xkv_store::Summer;
+use xkv_store::{Lender, Summer};
 
 use crate::copy;
 use crate::poison::{STAMP_BYTES, Stamp};
 
 /// A buffer of L1: its address while the guard is open, and its length.
 pub struct L1Buffer {
-    address: RwLock<Option<Address>>,
+    address: RwLock<Access>,
+    /// Fragments that a drive reads straight into the buffer at the moment.
+    lent: AtomicUsize,
     len: usize,
 }
 
+enum Access {
+    Open(Address),
+    /// To be closed as soon as nothing is lent.
+    Ending(Address),
+    Closed,
+}
+
+#[derive(Clone, Copy)]
 struct Address(NonNull<u8>);
+
+/// Where reads straight into memory may start.
+const ALIGNMENT: usize = 4096;
 
 // SAFETY: the address is only used under the contract of `L1Buffer::new`, which does not depend on the thread.
 unsafe impl Send for Address {}
@@ -32,7 +51,13 @@ impl L1Buffer {
     /// operation, and on every buffer before its `close` returns), the bytes are mapped, readable and writable. Others may
     /// read and write them meanwhile: they are only reached through raw pointers.
     pub unsafe fn new(address: NonNull<u8>, len: usize) -> Self {
-        Self { address: RwLock::new(Some(Address(address))), len }
+        Self { address: RwLock::new(Access::Open(Address(address))), lent: AtomicUsize::new(0), len }
+    }
+
+    /// Whether a drive may read straight into it, as far as the address goes. False once closed.
+    pub(crate) fn is_aligned(&self) -> bool {
+        let address = self.address.read();
+        matches!(&*address, Access::Open(start) if start.0.as_ptr().addr().is_multiple_of(ALIGNMENT))
     }
 
     /// Bytes of the buffer.
@@ -48,7 +73,7 @@ impl L1Buffer {
     /// Copies `slot.len()` bytes at `offset` of the buffer into `slot`, through `summer`. False once closed.
     pub(crate) fn gather(&self, offset: usize, slot: &mut [u8], summer: &mut Summer) -> bool {
         let address = self.address.read();
-        let Some(start) = &*address else { return false };
+        let Access::Open(start) = &*address else { return false };
         assert!(offset.checked_add(slot.len()).is_some_and(|end| end <= self.len), "outside of the buffer");
         // SAFETY: inside the buffer, checked above; mapped while the guard is open, which the read lock holds up.
         unsafe { copy::gather(start.0.add(offset), slot, summer) };
@@ -58,17 +83,27 @@ impl L1Buffer {
     /// Copies `slot` to `offset` of the buffer, through `summer`. False once closed.
     pub(crate) fn scatter(&self, offset: usize, slot: &[u8], summer: &mut Summer) -> bool {
         let address = self.address.read();
-        let Some(start) = &*address else { return false };
+        let Access::Open(start) = &*address else { return false };
         assert!(offset.checked_add(slot.len()).is_some_and(|end| end <= self.len), "outside of the buffer");
         // SAFETY: as in `gather`.
         unsafe { copy::scatter(slot, start.0.add(offset), summer) };
         true
     }
 
+    /// Takes `len` bytes at `offset`, read straight into the buffer, through `summer`. False once closed.
+    pub(crate) fn sum(&self, offset: usize, len: usize, summer: &mut Summer) -> bool {
+        let address = self.address.read();
+        let Access::Open(start) = &*address else { return false };
+        assert!(offset.checked_add(len).is_some_and(|end| end <= self.len), "outside of the buffer");
+        // SAFETY: as in `gather`.
+        unsafe { copy::sum(start.0.add(offset), len, summer) };
+        true
+    }
+
     /// Whether the buffer starts with `stamp`. False once closed.
     pub(crate) fn carries(&self, stamp: &Stamp) -> bool {
         let address = self.address.read();
-        let Some(start) = &*address else { return false };
+        let Access::Open(start) = &*address else { return false };
         let mut head = [0; STAMP_BYTES];
         if self.len < STAMP_BYTES {
             return false;
@@ -78,20 +113,66 @@ impl L1Buffer {
         head == stamp.0
     }
 
-    /// Stamps the buffer as unfilled and closes it.
-    pub(crate) fn fail(&self, stamp: &Stamp) {
-        let mut address = self.address.write();
-        if let Some(start) = address.take()
-            && self.len >= STAMP_BYTES
-        {
-            // SAFETY: the buffer has that many bytes, mapped until this function returns.
-            unsafe { copy::poke(&stamp.0, start.0) };
-        }
+    /// Stamps the buffer as unfilled and closes it. False when a drive has some of it: nobody enters any more, and the
+    /// call has to be made again when the drive has let go.
+    #[must_use]
+    pub(crate) fn fail(&self, stamp: &Stamp) -> bool {
+        self.end(|start| {
+            if self.len >= STAMP_BYTES {
+                // SAFETY: the buffer has that many bytes, mapped until it is closed.
+                unsafe { copy::poke(&stamp.0, start) };
+            }
+        })
     }
 
-    /// Waits for copies in progress; nobody touches the buffer from here on.
-    pub(crate) fn close(&self) {
-        *self.address.write() = None;
+    /// Waits for copies in progress; nobody touches the buffer from here on. False as in [`L1Buffer::fail`].
+    pub(crate) fn close(&self) -> bool {
+        self.end(|_| ())
+    }
+
+    fn end(&self, last: impl FnOnce(NonNull<u8>)) -> bool {
+        let mut address = self.address.write();
+        let start = match &*address {
+            Access::Open(start) | Access::Ending(start) => *start,
+            Access::Closed => return true,
+        };
+        // Nobody enters meanwhile: that takes the lock.
+        if self.lent.load(Ordering::Acquire) > 0 {
+            *address = Access::Ending(start);
+            return false;
+        }
+        last(start.0);
+        *address = Access::Closed;
+        true
+    }
+}
+
+/// A part of a buffer, lent to a drive.
+pub(crate) struct LentPart {
+    pub buffer: Arc<L1Buffer>,
+    pub offset: usize,
+    pub len: usize,
+}
+
+// SAFETY: between `enter` and `leave` the buffer counts as lent, so it is not closed, and until then its bytes are mapped
+// and writable (`L1Buffer::new`). L1 keeps a buffer that is being loaded for the load alone.
+unsafe impl Lender for LentPart {
+    fn enter(&self) -> Option<NonNull<u8>> {
+        let address = self.buffer.address.read();
+        let Access::Open(start) = &*address else { return None };
+        let end = self.offset.checked_add(self.len);
+        assert!(end.is_some_and(|end| end <= self.buffer.len), "outside of the buffer");
+        self.buffer.lent.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: inside the buffer, checked above.
+        Some(unsafe { start.0.add(self.offset) })
+    }
+
+    fn leave(&self) {
+        self.buffer.lent.fetch_sub(1, Ordering::Release);
+    }
+
+    fn len(&self) -> usize {
+        self.len
     }
 }
 
@@ -119,7 +200,7 @@ mod tests {
         guarded.close();
         assert!(!guarded.gather(0, &mut slot, &mut summer()));
         assert!(!guarded.scatter(0, &[9; 50], &mut summer()));
-        guarded.fail(&Stamp::of_this_process());
+        assert!(guarded.fail(&Stamp::of_this_process()));
         assert_eq!(memory, [7; 100]);
     }
 
@@ -130,7 +211,7 @@ mod tests {
             let mut memory = vec![7u8; len];
             let before = buffer(&mut memory);
             assert!(!before.carries(&stamp));
-            before.fail(&stamp);
+            assert!(before.fail(&stamp));
             assert_eq!(buffer(&mut memory).carries(&stamp), stamped, "{len} bytes");
             assert!(memory[len.min(64)..].iter().all(|&b| b == 7));
         }
@@ -148,8 +229,29 @@ mod tests {
             }
             assert!(!closer.is_finished());
             drop(entered);
-            closer.join().unwrap();
+            assert!(closer.join().unwrap());
         });
-        assert!(guarded.address.read().is_none());
+        assert!(matches!(*guarded.address.read(), Access::Closed));
+    }
+
+    #[test]
+    fn what_a_drive_has_is_neither_stamped_nor_closed() {
+        let stamp = Stamp::of_this_process();
+        let mut memory = vec![7u8; 8192];
+        let guarded = Arc::new(buffer(&mut memory));
+        let part = |offset| LentPart { buffer: guarded.clone(), offset, len: 4096 };
+        let (first, second) = (part(0), part(4096));
+        let lent = first.enter().unwrap();
+        assert!(!guarded.fail(&stamp));
+        assert!(second.enter().is_none(), "nobody enters a buffer that is to be closed");
+        assert!(!guarded.scatter(0, &[9; 50], &mut summer()));
+        // SAFETY: entered and not left.
+        unsafe { lent.write_bytes(5, 4096) };
+        assert!(!guarded.close());
+        first.leave();
+        assert!(guarded.fail(&stamp));
+        assert_eq!(memory[..64], stamp.0);
+        assert_eq!(memory[64..4096], [5; 4032]);
+        assert!(buffer(&mut memory).carries(&stamp));
     }
 }

@@ -2,14 +2,19 @@
 
 use std::io;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
-use xkv_store::{FragmentSums, ObjectKey, SlotBuf};
+use crossbeam_channel::Sender;
+use xkv_store::{FragmentSums, Lent, ObjectKey, SlotBuf};
 
 use crate::backend::{Reading, drive_set, is_unreachable};
-use crate::copy::{CopyJob, Place};
+use crate::copy::{CopyJob, Place, move_fragment};
+use crate::guard::LentPart;
 use crate::reactor::{Reactor, show};
 use crate::stats::Miss;
-use crate::task::{Batch, Class, LoadKey, Message, Operation, Outstanding, Piece, Scattering, Submission};
+use crate::task::{
+    Batch, Class, Ending, LoadKey, Message, Operation, Outstanding, Piece, Scattering, Submission,
+};
 
 impl Reactor {
     pub(crate) fn take_get(&mut self, submission: Submission) {
@@ -23,8 +28,9 @@ impl Reactor {
             let ticket = self.new_ticket();
             tickets.push(ticket);
             let key = ObjectKey::new(&self.shared.namespace, key);
-            let (buffer, left) = (buffer.clone(), Outstanding::default());
-            self.loads.insert(ticket, LoadKey { batch: id, index, key, buffer, reading: None, left });
+            let (buffer, left, straight) = (buffer.clone(), Outstanding::default(), buffer.is_aligned());
+            let load = LoadKey { batch: id, index, key, buffer, reading: None, left, straight, ending: None };
+            self.loads.insert(ticket, load);
             self.waiting[0].push_back(ticket);
         }
         let refused: Vec<usize> = (0..keys.len()).filter(|&index| tickets[index] == 0).collect();
@@ -62,7 +68,7 @@ impl Reactor {
 
     pub(crate) fn opened(&mut self, ticket: u64, reading: io::Result<Option<Box<dyn Reading>>>) {
         self.asked[0] -= 1;
-        let Some(load) = self.loads.get_mut(&ticket) else {
+        let Some(load) = self.loads.get_mut(&ticket).filter(|load| load.ending.is_none()) else {
             return;
         };
         let reading = match reading {
@@ -90,21 +96,18 @@ impl Reactor {
         load.reading = Some(reading);
     }
 
-    /// Reads a fragment into `slot`; the engine hands it on to a copy thread.
+    /// Reads a fragment into `slot`; it goes on to a copy thread, or is copied where the engine has time.
     pub(crate) fn read(&mut self, piece: Piece, slot: SlotBuf) {
         let load = &self.loads[&piece.ticket];
         let reading = load.reading.as_ref().expect("only opened objects have fragments in the window");
-        let place = Place {
-            buffer: load.buffer.clone(),
-            offset: piece.index as usize * self.shared.backend.fragment_bytes(),
-            len: reading.fragment_len(piece.index),
-            digest: *load.key.digest(),
-        };
-        let coverage = self.shared.config.verify.coverage();
+        let (place, coverage) = (self.place_of(load, piece), self.shared.config.verify.coverage());
         let (sender, copies) = (self.sender.clone(), self.copies.clone());
+        let here = reading.has_time(piece.index);
         let done = move |slot, result: io::Result<FragmentSums>| match result {
-            // Refused only when the copy threads have ended with the connector.
-            Ok(sums) => drop(copies.send(CopyJob::Scatter { piece, place, slot, sums, coverage })),
+            Ok(sums) => {
+                let job = CopyJob::Scatter { piece, place, slot, sums, coverage };
+                hand_on(job, here, &sender, &copies);
+            }
             Err(error) => {
                 drop(slot);
                 let _ = sender.send(Message::Scattered { piece, outcome: Scattering::Failed(error) });
@@ -113,12 +116,61 @@ impl Reactor {
         reading.read(piece.index, slot, Box::new(done));
     }
 
+    /// Has the drive read a fragment straight into its buffer, if it can; false otherwise, and nothing happened.
+    pub(crate) fn read_straight(&mut self, piece: Piece) -> bool {
+        let Some(load) = self.loads.get(&piece.ticket).filter(|load| load.ending.is_none()) else {
+            return false;
+        };
+        let Some(reading) = load.reading.as_ref().filter(|reading| {
+            let healthy = self.slow & drive_set(piece.drive as usize) == 0;
+            load.straight && healthy && reading.reads_straight(piece.index)
+        }) else {
+            return false;
+        };
+        let (place, coverage) = (self.place_of(load, piece), self.shared.config.verify.coverage());
+        let part = LentPart { buffer: load.buffer.clone(), offset: place.offset, len: place.len };
+        let (sender, copies) = (self.sender.clone(), self.copies.clone());
+        let here = reading.has_time(piece.index);
+        let done = move |result: io::Result<FragmentSums>| match result {
+            Ok(sums) => hand_on(CopyJob::Check { piece, place, sums, coverage }, here, &sender, &copies),
+            Err(error) => {
+                let outcome = match error.raw_os_error() {
+                    Some(libc::EFAULT | libc::EINVAL) => Scattering::NotStraight(error),
+                    _ => Scattering::Failed(error),
+                };
+                let _ = sender.send(Message::Scattered { piece, outcome });
+            }
+        };
+        reading.read_straight(piece.index, Lent::new(Box::new(part)), Box::new(done));
+        true
+    }
+
+    fn place_of(&self, load: &LoadKey, piece: Piece) -> Place {
+        let reading = load.reading.as_ref().expect("only opened objects have fragments in the window");
+        Place {
+            buffer: load.buffer.clone(),
+            offset: piece.index as usize * self.shared.backend.fragment_bytes(),
+            len: reading.fragment_len(piece.index),
+            digest: *load.key.digest(),
+        }
+    }
+
     pub(crate) fn scattered(&mut self, piece: Piece, outcome: Scattering) {
         self.window.landed(&piece);
         let Some(load) = self.loads.get_mut(&piece.ticket) else {
             return self.shared.stats.withheld();
         };
+        if let Some(Ending { miss, why, .. }) = &load.ending {
+            let (miss, why) = (*miss, why.clone());
+            return self.fail_load(piece.ticket, miss, || why);
+        }
         match outcome {
+            Scattering::NotStraight(error) => {
+                if std::mem::take(&mut load.straight) {
+                    tracing::debug!(%error, drive = piece.drive, "not read straight into L1, but through a slot");
+                }
+                self.window.push(piece);
+            }
             Scattering::Done => {
                 if load.left.done(piece.drive) {
                     self.finish_load(piece.ticket);
@@ -160,23 +212,39 @@ impl Reactor {
         let Some(load) = self.loads.remove(&ticket) else {
             return;
         };
-        load.buffer.close();
+        // Every fragment is through, so nothing is lent.
+        let closed = load.buffer.close();
+        debug_assert!(closed, "a load is finished while a drive has some of its buffer");
         let bytes = load.buffer.len() as u64;
         self.shared.stats.hit(Operation::Get, 1, bytes);
         self.answer(load.batch, load.index, true, String::new);
     }
 
     /// Answers a key as missed. Its buffer is stamped first, so that it is known when it comes back as a store; not when
-    /// closing, when LMCache may have handed the memory on already.
+    /// closing, when LMCache may have handed the memory on already. While a drive reads straight into the buffer the
+    /// answer is put off until that ends: [`Reactor::scattered`] comes back to it.
     pub(crate) fn fail_load(&mut self, ticket: u64, miss: Miss, why: impl FnOnce() -> String) {
+        let Some(load) = self.loads.get_mut(&ticket) else {
+            return;
+        };
+        let released = if self.shared.closing.load(Ordering::Acquire) {
+            load.buffer.close()
+        } else {
+            load.buffer.fail(&self.shared.stamp)
+        };
+        if !released {
+            if load.ending.is_none() {
+                let submitted =
+                    self.batches.get(&load.batch).map_or_else(Instant::now, |batch| batch.submitted);
+                load.ending = Some(Ending { miss, why: why(), submitted });
+                // The object may be evicted; what is in flight keeps its slots.
+                load.reading = None;
+            }
+            return;
+        }
         let Some(load) = self.loads.remove(&ticket) else {
             return;
         };
-        if self.shared.closing.load(Ordering::Acquire) {
-            load.buffer.close();
-        } else {
-            load.buffer.fail(&self.shared.stamp);
-        }
         self.shared.stats.missed(miss, 1);
         if miss == Miss::Absent {
             // Nothing to tell: an object may be evicted between its lookup and its load.
@@ -185,5 +253,15 @@ impl Reactor {
         let text = format!("load of {}: {}", show(&load.key), why());
         self.shared.log.failed(miss.plural(), 1, || text.clone());
         self.answer(load.batch, load.index, false, || text);
+    }
+}
+
+/// Has a job done: here, where the thread has time, by a copy thread otherwise.
+fn hand_on(job: CopyJob, here: bool, sender: &Sender<Message>, copies: &Sender<CopyJob>) {
+    // Refused only when the connector has ended.
+    if here {
+        let _ = sender.send(move_fragment(job));
+    } else {
+        let _ = copies.send(job);
     }
 }

@@ -14,7 +14,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use tracing::Level;
 use xkv_store::{Digest, ObjectKey, Result};
 
-use crate::backend::{DriveSet, UNREACHABLE, drive_set};
+use crate::backend::{Backend, DriveSet, UNREACHABLE, drive_set};
 use crate::connector::{CLOSED, Shared};
 use crate::copy::CopyJob;
 use crate::stats::{Miss, Outcome};
@@ -23,6 +23,17 @@ use crate::window::Window;
 
 /// Messages taken between two looks at clocks and slots.
 const MESSAGES_PER_TURN: usize = 256;
+
+/// How long drives are waited for that read straight into buffers, when the connector closes.
+const STRAIGHT_PATIENCE: Duration = Duration::from_millis(800);
+
+/// Age of a load at which LMCache is about to hand its memory on: short of its write lock on L1, 600 s.
+const LAST_MOMENT: Duration = Duration::from_secs(570);
+
+/// Fragments under way at most.
+fn in_flight(backend: &dyn Backend) -> usize {
+    backend.slots().min(backend.useful_in_flight())
+}
 
 pub struct Reactor {
     pub(crate) shared: Arc<Shared>,
@@ -42,6 +53,8 @@ pub struct Reactor {
     pub(crate) no_room: bool,
     pub(crate) window: Window,
     pub(crate) stalled: DriveSet,
+    /// Drives that may be about to stall: nothing is read straight into L1 from them.
+    pub(crate) slow: DriveSet,
     space: Arc<AtomicBool>,
     deadlines: BinaryHeap<Reverse<(Instant, u64)>>,
     next_tick: Instant,
@@ -50,7 +63,7 @@ pub struct Reactor {
 
 impl Reactor {
     pub fn new(shared: Arc<Shared>, sender: Sender<Message>, copies: Sender<CopyJob>) -> Self {
-        let window = Window::new(shared.backend.slots(), shared.backend.drives());
+        let window = Window::new(in_flight(&*shared.backend), shared.backend.drives());
         let space = Arc::new(AtomicBool::new(false));
         let waker = {
             let (space, sender) = (space.clone(), sender.clone());
@@ -75,6 +88,7 @@ impl Reactor {
             no_room: false,
             window,
             stalled: 0,
+            slow: 0,
             space,
             deadlines: BinaryHeap::new(),
             next_tick: Instant::now(),
@@ -97,6 +111,7 @@ impl Reactor {
             }
         }
         self.abandon();
+        self.await_drives(inbox);
     }
 
     /// Reacts to what there is, or waits for it. False once the connector closes.
@@ -150,13 +165,17 @@ impl Reactor {
 
     /// Gives free slots to fragments, and keeps enough objects open to fill them.
     fn pump(&mut self) {
-        self.window.fit(self.shared.backend.slots(), self.shared.backend.drives());
+        self.window.fit(in_flight(&*self.shared.backend), self.shared.backend.drives());
         while let Some(piece) = self.window.next() {
+            if piece.class == Class::Load && self.read_straight(piece) {
+                continue;
+            }
             // From where the object is: a slot of one session is of no use in another.
             let slot = match piece.class {
                 Class::Load => self
                     .loads
                     .get(&piece.ticket)
+                    .filter(|load| load.ending.is_none())
                     .and_then(|load| load.reading.as_ref())
                     .map(|r| r.take_slot()),
                 Class::Store => {
@@ -177,7 +196,7 @@ impl Reactor {
                 Class::Store => self.gather(piece, slot),
             }
         }
-        let ahead = (self.shared.backend.slots() / 4).clamp(16, 1024);
+        let ahead = in_flight(&*self.shared.backend).min(self.shared.backend.slots() / 4).clamp(16, 1024);
         while self.asked[0] + self.window.ready(Class::Load) < ahead && self.open_next() {}
         while !self.no_room && self.asked[1] + self.window.ready(Class::Store) < ahead && self.begin_next() {}
     }
@@ -276,6 +295,39 @@ impl Reactor {
         }
     }
 
+    /// Waits for drives that read straight into buffers, as the connector closes. What they still have in the end is
+    /// never given back: the exports of those buffers are leaked.
+    fn await_drives(&mut self, inbox: &Receiver<Message>) {
+        let deadline = Instant::now() + STRAIGHT_PATIENCE;
+        while self.loads.values().any(|load| load.ending.is_some()) {
+            match inbox.recv_deadline(deadline) {
+                Ok(Message::Scattered { piece, outcome }) => self.scattered(piece, outcome),
+                Ok(_) => {}
+                Err(_) => {
+                    let held = self.loads.len();
+                    let text = format!("closing while a drive has not let go of {held} buffers of L1");
+                    self.shared.log.say(Level::ERROR, text);
+                    std::mem::forget(std::mem::take(&mut self.batches));
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Ends the process before L1 hands on memory that a drive has not let go of: nothing takes it from the drive, and
+    /// what it brings late would be somebody else's bytes.
+    fn watch_drives(&self, now: Instant) {
+        for ending in self.loads.values().filter_map(|load| load.ending.as_ref()) {
+            if now.saturating_duration_since(ending.submitted) > LAST_MOMENT {
+                tracing::error!(
+                    "a drive has held memory of L1 for {LAST_MOMENT:?}; LMCache is about to hand it on, and what the \
+                     drive brings late would be wrong bytes: ending the process"
+                );
+                std::process::abort();
+            }
+        }
+    }
+
     /// Answers everything that is open.
     fn abandon(&mut self) {
         let ids: Vec<u64> = self.batches.keys().copied().collect();
@@ -293,12 +345,16 @@ impl Reactor {
 
     /// Looks for drives that stopped answering, or answer again.
     fn tick(&mut self, now: Instant) {
+        self.watch_drives(now);
         let patience = self.shared.config.wait_timeout;
         self.next_tick = now + (patience / 8).clamp(Duration::from_millis(1), Duration::from_millis(250));
-        let mut stalled = 0;
+        let (mut stalled, mut slow) = (0, 0);
         for (drive, oldest) in self.shared.backend.oldest_io().into_iter().enumerate() {
             let silent = oldest.is_some_and(|since| now.saturating_duration_since(since) > patience);
             let was = self.stalled & drive_set(drive) != 0;
+            if oldest.is_some_and(|since| now.saturating_duration_since(since) > patience / 4) {
+                slow |= drive_set(drive);
+            }
             if silent {
                 stalled |= drive_set(drive);
             }
@@ -315,6 +371,7 @@ impl Reactor {
         }
         let newly = stalled & !self.stalled;
         self.stalled = stalled;
+        self.slow = slow;
         self.shared.stalled.store(stalled, Ordering::Relaxed);
         if newly != 0 {
             let needs = |left: &crate::task::Outstanding| left.needs(newly);

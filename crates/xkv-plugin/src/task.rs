@@ -9,6 +9,7 @@ use xkv_store::{FragmentSums, ObjectKey, Result, SlotBuf};
 
 use crate::backend::{Begun, DriveSet, Reading, Transaction};
 use crate::guard::L1Buffer;
+use crate::stats::Miss;
 
 /// What keeps an operation's buffers alive for the caller; comes back with the completion.
 pub type Owner = Box<dyn Any + Send>;
@@ -127,6 +128,8 @@ pub enum Scattering {
     Damaged,
     Closed,
     Failed(std::io::Error),
+    /// The drive, or the system, does not read straight into this buffer.
+    NotStraight(std::io::Error),
 }
 
 /// What the reactor reacts to.
@@ -198,6 +201,17 @@ pub struct LoadKey {
     pub buffer: Arc<L1Buffer>,
     pub reading: Option<Box<dyn Reading>>,
     pub left: Outstanding,
+    /// Whether fragments may be read straight into the buffer.
+    pub straight: bool,
+    /// Why it is a miss, while a drive still has some of the buffer.
+    pub ending: Option<Ending>,
+}
+
+/// A load that is a miss, and will be answered when the drive lets go of its buffer.
+pub struct Ending {
+    pub miss: Miss,
+    pub why: String,
+    pub submitted: Instant,
 }
 
 /// A key being stored.

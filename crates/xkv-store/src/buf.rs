@@ -1,14 +1,14 @@
 //! Slots of memory: page-aligned buffers of one fragment each, owned by whoever holds the [`SlotBuf`].
 //!
 //! A buffer moves into an I/O request and comes back with its completion. Giving up on an operation therefore
-//! never frees memory that the kernel still writes to.
+//! never frees memory that the kernel still writes to. Memory of somebody else is [`Lent`] for one transfer.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crossbeam_channel::{Receiver, Sender};
+use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
 
@@ -69,6 +69,73 @@ impl Drop for SlotBuf {
     }
 }
 
+/// Memory of somebody else that a transfer may go to, as long as its owner does not take it back.
+///
+/// # Safety
+/// From [`Lender::enter`] until the matching [`Lender::leave`], [`Lender::len`] bytes at the address are mapped and
+/// writable, and nobody else uses them.
+pub unsafe trait Lender: Send + Sync + 'static {
+    /// Called when the transfer is given to the device. None when the owner has taken the memory back.
+    fn enter(&self) -> Option<NonNull<u8>>;
+    /// Called when the device is done with it.
+    fn leave(&self);
+    /// Bytes.
+    fn len(&self) -> usize;
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Memory that is lent for one transfer.
+pub struct Lent {
+    lender: Box<dyn Lender>,
+    start: Option<NonNull<u8>>,
+}
+
+// SAFETY: the address is only used between `enter` and `leave`, under the contract of `Lender`, on one thread at a time.
+unsafe impl Send for Lent {}
+
+impl Lent {
+    /// Memory of `lender`.
+    pub fn new(lender: Box<dyn Lender>) -> Self {
+        Self { lender, start: None }
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        self.lender.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Holds the memory until this value is dropped. False when its owner has taken it back.
+    pub(crate) fn enter(&mut self) -> bool {
+        if self.start.is_none() {
+            self.start = self.lender.enter();
+        }
+        self.start.is_some()
+    }
+
+    /// The bytes; they must have been entered.
+    pub(crate) fn bytes(&mut self) -> &mut [u8] {
+        let start = self.start.expect("entered before its bytes are used");
+        // SAFETY: entered and not left, so the contract of `Lender` holds; `&mut self` makes the access exclusive.
+        unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), self.lender.len()) }
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if self.start.is_some() {
+            self.lender.leave();
+        }
+    }
+}
+
 /// Anonymous memory of this process.
 struct Mapping {
     base: NonNull<u8>,
@@ -97,8 +164,10 @@ impl Mapping {
             return Err(std::io::Error::last_os_error());
         }
         // SAFETY: the range is the mapping made above. A forked child must not share pages that the kernel writes to.
+        // Huge pages, where the system has some, spare most of the address translations of copies.
         unsafe {
             libc::madvise(base, bytes, libc::MADV_DONTFORK);
+            libc::madvise(base, bytes, libc::MADV_HUGEPAGE);
         }
         Ok(Self { base: NonNull::new(base.cast()).expect("mmap never returns null here"), bytes })
     }
@@ -114,8 +183,8 @@ impl Drop for Mapping {
 }
 
 struct Free {
-    sender: Sender<u32>,
-    receiver: Receiver<u32>,
+    /// The last one given back is taken first: the CPU's caches may still have it.
+    free: Mutex<Vec<u32>>,
     low_water: AtomicUsize,
     slots: usize,
     slot_bytes: usize,
@@ -124,7 +193,7 @@ struct Free {
     _memory: Box<dyn Send + Sync>,
 }
 
-// SAFETY: every slot number is in the channel or in exactly one `SlotBuf`, so no two threads reach the same bytes
+// SAFETY: every slot number is in the list or in exactly one `SlotBuf`, so no two threads reach the same bytes
 // through this value; the rest is `Sync` itself.
 unsafe impl Send for Free {}
 // SAFETY: as above.
@@ -132,7 +201,7 @@ unsafe impl Sync for Free {}
 
 impl SlotHome for Free {
     fn give_back(&self, slot: u32) {
-        self.sender.try_send(slot).expect("the channel holds every slot");
+        self.free.lock().push(slot);
     }
 }
 
@@ -170,20 +239,21 @@ impl SlotPool {
         memory: Box<dyn Send + Sync>,
     ) -> Self {
         assert!(slots > 0 && slot_bytes > 0 && slot_bytes.is_multiple_of(4096));
-        let (sender, receiver) = crossbeam_channel::bounded(slots);
-        for slot in 0..slots as u32 {
-            sender.try_send(slot).expect("the channel holds every slot");
-        }
+        let free = Mutex::new((0..slots as u32).rev().collect());
         let low_water = AtomicUsize::new(slots);
-        Self(Arc::new(Free { sender, receiver, low_water, slots, slot_bytes, base, _memory: memory }))
+        Self(Arc::new(Free { free, low_water, slots, slot_bytes, base, _memory: memory }))
     }
 
     /// A free slot, or none at once.
     pub fn try_take(&self) -> Option<SlotBuf> {
-        let slot = self.0.receiver.try_recv().ok()?;
-        self.0.low_water.fetch_min(self.0.receiver.len(), Ordering::Relaxed);
+        let slot = {
+            let mut free = self.0.free.lock();
+            let slot = free.pop()?;
+            self.0.low_water.fetch_min(free.len(), Ordering::Relaxed);
+            slot
+        };
         // SAFETY: `slot` is below the pool's count, so the offset stays inside the memory, which `self.0` keeps; the
-        // number came out of the channel and goes back when the `SlotBuf` drops.
+        // number came out of the list and goes back when the `SlotBuf` drops.
         unsafe {
             let start = self.0.base.add(slot as usize * self.0.slot_bytes);
             Some(SlotBuf::new(self.0.clone(), start, self.0.slot_bytes, slot))
@@ -192,7 +262,7 @@ impl SlotPool {
 
     /// Free slots now.
     pub fn free(&self) -> usize {
-        self.0.receiver.len()
+        self.0.free.lock().len()
     }
 
     /// Slots in all.

@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use parking_lot::Mutex;
 
 use crate::alloc::Allocator;
-use crate::buf::SlotBuf;
+use crate::buf::{Lent, SlotBuf};
 use crate::checksum::FragmentSums;
 use crate::commit::Commits;
 use crate::index::{Entry, Index};
-use crate::io::engine::IoDone;
+use crate::io::engine::{IoDone, LentDone, LentRead};
 use crate::io::{BLOCK, Device, IoEngine, IoRequest, Op as IoOp};
 use crate::key::Digest;
 use crate::layout::Uuid;
@@ -154,6 +154,19 @@ impl Inner {
         let drive = &self.drives[drive];
         let offset = drive.slots_offset + u64::from(slot) * self.fragment_bytes as u64;
         drive.engine.submit(IoRequest { op, offset, len: len.next_multiple_of(BLOCK), buf, done });
+    }
+
+    /// Whether a slot can be read straight into memory of somebody else: whole blocks to a block's boundary.
+    pub(crate) fn reads_straight(&self, slot: u32, len: usize) -> bool {
+        len.is_multiple_of(BLOCK) && self.drives[self.allocator.place(slot).0].device.reads_straight()
+    }
+
+    /// Starts the read of one slot into memory of somebody else.
+    pub(crate) fn read_straight(&self, slot: u32, memory: Lent, done: LentDone) {
+        let (drive, slot) = self.allocator.place(slot);
+        let drive = &self.drives[drive];
+        let offset = drive.slots_offset + u64::from(slot) * self.fragment_bytes as u64;
+        drive.engine.submit_lent(LentRead { offset, memory, done });
     }
 
     /// Takes over an object that recovery found.

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crate::buf::SlotBuf;
+use crate::buf::{Lent, SlotBuf};
 use crate::checksum::FragmentSums;
 use crate::index::Entry;
 use crate::inner::Inner;
 use crate::io::Op as IoOp;
-use crate::io::engine::IoDone;
+use crate::io::engine::{IoDone, LentDone};
 use crate::key::ObjectKey;
 
 /// An object being read: while it lives the object is not evicted and its slots are not reused.
@@ -71,5 +71,28 @@ impl Lease {
             done(buf, outcome);
         });
         self.store.io(IoOp::Read, slot, self.fragment_len(index), buf, done);
+    }
+
+    /// Whether fragment `index` can be read straight into memory of somebody else that starts at a whole block.
+    pub fn reads_straight(&self, index: u32) -> bool {
+        self.store.reads_straight(self.entry.slots.numbers()[index as usize], self.fragment_len(index))
+    }
+
+    /// Whether completions of fragment `index` come on threads that have time to go on with the bytes.
+    pub fn has_time(&self, index: u32) -> bool {
+        self.store.drives[self.drive(index)].engine.has_time()
+    }
+
+    /// Reads fragment `index` into memory of exactly its length, see [`Lease::reads_straight`]. The memory is given back
+    /// before `done` is called.
+    pub fn read_straight(&self, index: u32, memory: Lent, done: LentDone) {
+        let (entry, store) = (self.entry.clone(), self.store.clone());
+        let slot = entry.slots.numbers()[index as usize];
+        let done = Box::new(move |outcome| {
+            store.counters.io.fetch_add(1, Ordering::Relaxed);
+            drop((entry, store));
+            done(outcome);
+        });
+        self.store.read_straight(slot, memory, done);
     }
 }

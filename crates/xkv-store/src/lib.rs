@@ -36,7 +36,7 @@ pub mod store;
 mod txn;
 pub mod usage;
 
-pub use buf::{SlotBuf, SlotHome, SlotPool};
+pub use buf::{Lender, Lent, SlotBuf, SlotHome, SlotPool};
 pub use check::check;
 pub use checksum::{Coverage, FragmentSums, Summer, fragment_sums};
 pub use clear::{Cleared, clear};

@@ -35,6 +35,7 @@ pub fn contents(seed: u64, len: usize) -> Vec<u8> {
 }
 
 const MARGIN: usize = 64;
+const PAGE: usize = 4096;
 const MARGIN_BYTE: u8 = 0xA5;
 
 /// Memory of an L1 object between two margins. Like L1's own it may be touched by others at any time, and lives as
@@ -49,12 +50,33 @@ pub struct Memory {
 unsafe impl Send for Memory {}
 
 impl Memory {
+    /// Not at a page's boundary: no drive reads straight into it.
     pub fn new(data: &[u8]) -> Self {
-        let mut bytes = vec![MARGIN_BYTE; data.len() + 2 * MARGIN];
-        bytes[MARGIN..MARGIN + data.len()].copy_from_slice(data);
-        let start = NonNull::from(Box::leak(bytes.into_boxed_slice())).cast();
-        let len = data.len();
-        Self { start, len }
+        let mut memory = Self::at(8, data.len());
+        memory.write(data);
+        memory
+    }
+
+    /// Of `len` bytes from a page's boundary on, as L1's own: a drive may read straight into it.
+    pub fn aligned(len: usize) -> Self {
+        let mut memory = Self::at(0, len);
+        memory.write(&vec![0xEE; len]);
+        memory
+    }
+
+    /// Of `len` bytes, `beyond` a page's boundary.
+    fn at(beyond: usize, len: usize) -> Self {
+        let bytes = Box::leak(vec![MARGIN_BYTE; len + 2 * MARGIN + 2 * PAGE].into_boxed_slice());
+        let skip =
+            (MARGIN..).find(|at| (bytes.as_ptr().addr() + at) % PAGE == beyond).expect("within a page");
+        // SAFETY: within the bytes just made.
+        Self { start: unsafe { NonNull::from(bytes).cast::<u8>().add(skip - MARGIN) }, len }
+    }
+
+    /// Addresses of its bytes.
+    pub fn addresses(&self) -> std::ops::Range<usize> {
+        let start = self.start.as_ptr().addr() + MARGIN;
+        start..start + self.len
     }
 
     pub fn blank(len: usize) -> Self {

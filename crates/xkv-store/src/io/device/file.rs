@@ -27,13 +27,18 @@ pub struct FileDevice {
     block_device: bool,
     created: bool,
     direct: AtomicBool,
+    in_memory: bool,
 }
 
 impl FileDevice {
     /// Wraps an open, locked file of `size` bytes. Buffered until [`FileDevice::set_direct`].
     pub(super) fn new(file: File, path: &Path, size: u64, block_device: bool, created: bool) -> Self {
+        const TMPFS_MAGIC: u64 = 0x0102_1994;
+        let in_memory =
+            !block_device && rustix::fs::fstatfs(&file).is_ok_and(|stats| stats.f_type as u64 == TMPFS_MAGIC);
         Self {
             file,
+            in_memory,
             path: path.to_owned(),
             name: path.display().to_string(),
             size,
@@ -230,5 +235,9 @@ impl Device for FileDevice {
 
     fn is_direct(&self) -> bool {
         self.direct.load(Ordering::Relaxed)
+    }
+
+    fn in_memory(&self) -> bool {
+        self.in_memory
     }
 }

@@ -44,4 +44,13 @@ pub trait Device: Send + Sync + 'static {
     fn is_direct(&self) -> bool {
         false
     }
+    /// Whether it is memory (tmpfs): every transfer is a copy, nothing can be waited for.
+    fn in_memory(&self) -> bool {
+        false
+    }
+    /// Whether reads may go straight into memory of somebody else: not where the kernel copies from the page cache to
+    /// an address whenever the drive has answered, but where it holds the pages themselves (direct) or copies at once.
+    fn reads_straight(&self) -> bool {
+        self.is_direct() || self.in_memory()
+    }
 }

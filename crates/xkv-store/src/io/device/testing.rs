@@ -123,6 +123,10 @@ impl Device for MemoryDevice {
         Ok(())
     }
 
+    fn reads_straight(&self) -> bool {
+        true
+    }
+
     fn flush(&self) -> io::Result<()> {
         Ok(())
     }
@@ -198,6 +202,10 @@ impl Device for ThrottledDevice {
     fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
         self.wait(buf.len());
         self.inner.write_at(buf, offset)
+    }
+
+    fn reads_straight(&self) -> bool {
+        self.inner.reads_straight()
     }
 
     fn flush(&self) -> io::Result<()> {
@@ -284,6 +292,10 @@ impl Device for StallDevice {
     fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
         self.pass(Calls::WRITES);
         self.inner.write_at(buf, offset)
+    }
+
+    fn reads_straight(&self) -> bool {
+        self.inner.reads_straight()
     }
 
     fn flush(&self) -> io::Result<()> {
@@ -409,6 +421,10 @@ impl Device for FaultyDevice {
             }
             Some(Effect::Lie) => Ok(()),
         }
+    }
+
+    fn reads_straight(&self) -> bool {
+        self.inner.reads_straight()
     }
 
     fn flush(&self) -> io::Result<()> {

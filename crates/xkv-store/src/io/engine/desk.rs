@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::queue::ClassQueue;
-use super::{EngineLoad, IoDone, IoRequest, Op};
-use crate::buf::SlotBuf;
+use super::{EngineLoad, IoDone, IoRequest, LentDone, LentRead, Op};
+use crate::buf::{Lent, SlotBuf};
 use crate::io::{BLOCK, Device};
 
 /// Takes requests in, hands them to the engine's threads, keeps count.
@@ -22,7 +22,7 @@ pub(super) struct Desk {
 }
 
 struct State {
-    queue: ClassQueue<IoRequest>,
+    queue: ClassQueue<Request>,
     /// When the request of each place was given to the device.
     since: Vec<Option<Instant>>,
     free_places: Vec<usize>,
@@ -34,7 +34,58 @@ struct State {
 /// A request on its way to the device, and its place in the table of what is in flight.
 pub(super) struct Job {
     pub place: usize,
-    pub request: IoRequest,
+    pub request: Request,
+}
+
+/// What the engines move.
+pub(super) struct Request {
+    pub op: Op,
+    pub offset: u64,
+    pub len: usize,
+    pub memory: Memory,
+}
+
+/// Where to or from, and who takes the answer.
+pub(super) enum Memory {
+    Slot(SlotBuf, IoDone),
+    Lent(Lent, LentDone),
+}
+
+impl Memory {
+    fn len(&self) -> usize {
+        match self {
+            Memory::Slot(slot, _) => slot.len(),
+            Memory::Lent(lent, _) => lent.len(),
+        }
+    }
+
+    /// To be called when the device gets the request. False when there is no memory any more.
+    pub fn enter(&mut self) -> bool {
+        match self {
+            Memory::Slot(..) => true,
+            Memory::Lent(lent, _) => lent.enter(),
+        }
+    }
+
+    /// The bytes, after [`Memory::enter`].
+    pub fn bytes(&mut self) -> &mut [u8] {
+        match self {
+            Memory::Slot(slot, _) => slot,
+            Memory::Lent(lent, _) => lent.bytes(),
+        }
+    }
+}
+
+impl From<IoRequest> for Request {
+    fn from(IoRequest { op, offset, len, buf, done }: IoRequest) -> Self {
+        Self { op, offset, len, memory: Memory::Slot(buf, done) }
+    }
+}
+
+impl From<LentRead> for Request {
+    fn from(LentRead { offset, memory, done }: LentRead) -> Self {
+        Self { op: Op::Read, offset, len: memory.len(), memory: Memory::Lent(memory, done) }
+    }
 }
 
 impl Desk {
@@ -58,7 +109,8 @@ impl Desk {
     }
 
     /// Queues a request. True when the engine's thread sleeps and must be woken ([`Desk::sleep_or_take`]).
-    pub fn submit(&self, request: IoRequest) -> bool {
+    pub fn submit(&self, request: impl Into<Request>) -> bool {
+        let request: Request = request.into();
         if let Err(error) = self.check(&request) {
             request.answer(Err(error));
             return false;
@@ -76,12 +128,12 @@ impl Desk {
         wake
     }
 
-    fn check(&self, request: &IoRequest) -> io::Result<()> {
+    fn check(&self, request: &Request) -> io::Result<()> {
         let block = BLOCK as u64;
         let len = request.len as u64;
         let whole = request.offset.is_multiple_of(block) && len.is_multiple_of(block) && len > 0;
         let inside = request.offset.checked_add(len).is_some_and(|end| end <= self.size);
-        if whole && inside && request.len <= request.buf.len() {
+        if whole && inside && request.len <= request.memory.len() {
             return Ok(());
         }
         Err(io::Error::new(
@@ -92,7 +144,7 @@ impl Desk {
                 self.device,
                 request.op,
                 request.offset,
-                request.buf.len(),
+                request.memory.len(),
                 self.size
             ),
         ))
@@ -195,17 +247,20 @@ impl State {
     }
 }
 
-impl IoRequest {
-    /// Gives the buffer and the outcome back.
-    pub(super) fn answer(self, outcome: io::Result<()>) {
-        answer(self.done, self.buf, outcome);
-    }
-}
-
-/// Calls `done`; a panic in it is logged and ends there, since other requests depend on this thread.
-pub(super) fn answer(done: IoDone, buf: SlotBuf, outcome: io::Result<()>) {
-    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| done(buf, outcome))) {
-        tracing::error!("an I/O completion panicked: {}", panic_text(&*panic));
+impl Request {
+    /// Gives the memory back, and the outcome. A panic of who takes it is logged and ends there, since other requests
+    /// depend on this thread.
+    pub fn answer(self, outcome: io::Result<()>) {
+        let answered = catch_unwind(AssertUnwindSafe(|| match self.memory {
+            Memory::Slot(slot, done) => done(slot, outcome),
+            Memory::Lent(lent, done) => {
+                drop(lent);
+                done(outcome);
+            }
+        }));
+        if let Err(panic) = answered {
+            tracing::error!("an I/O completion panicked: {}", panic_text(&*panic));
+        }
     }
 }
 

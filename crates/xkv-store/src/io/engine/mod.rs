@@ -11,13 +11,13 @@ use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
 use super::Device;
-use crate::buf::SlotBuf;
+use crate::buf::{Lent, SlotBuf};
 use crate::error::Result;
 
 /// Which engine to use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EngineKind {
-    /// io_uring where the kernel allows it, the thread pool otherwise; said once, with the cure.
+    /// io_uring where the kernel allows it, the thread pool otherwise; said once, with the cure. The pool on tmpfs.
     #[default]
     Auto,
     /// io_uring, or an error.
@@ -53,6 +53,24 @@ pub struct IoRequest {
     pub done: IoDone,
 }
 
+/// As [`IoDone`]; the memory was given back before.
+pub type LentDone = Box<dyn FnOnce(io::Result<()>) + Send>;
+
+/// One read into memory of somebody else.
+pub struct LentRead {
+    /// Position on the device, a multiple of [`super::BLOCK`].
+    pub offset: u64,
+    /// Where to: all of it is read, a multiple of [`super::BLOCK`].
+    pub memory: Lent,
+    /// Takes the answer.
+    pub done: LentDone,
+}
+
+/// The error of a transfer whose memory its owner took back before the device got it.
+pub(crate) fn taken_back() -> io::Error {
+    io::Error::new(io::ErrorKind::Interrupted, "its memory was taken back")
+}
+
 /// What an engine has to do at the moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EngineLoad {
@@ -70,6 +88,10 @@ pub struct EngineLoad {
 pub trait IoEngine: Send + Sync + 'static {
     /// Queues a request; never blocks. After [`IoEngine::shutdown`] it is answered at once with an error.
     fn submit(&self, request: IoRequest);
+    /// As [`IoEngine::submit`], into memory of somebody else.
+    fn submit_lent(&self, read: LentRead);
+    /// Whether completions are called on threads that have time: the other requests go on meanwhile.
+    fn has_time(&self) -> bool;
     /// What is queued and in flight.
     fn load(&self) -> EngineLoad;
     /// Short name for messages: `io_uring` or `pool`.
@@ -85,6 +107,11 @@ pub trait IoEngine: Send + Sync + 'static {
 /// `Invalid` or `Io` when io_uring is asked for and cannot be had; `Io` when the system refuses threads.
 pub fn start(device: Arc<dyn Device>, kind: EngineKind, depth: usize) -> Result<Arc<dyn IoEngine>> {
     static SAID: Once = Once::new();
+    if kind == EngineKind::Auto && device.in_memory() {
+        // Every transfer is a copy: as many at once as there are CPUs, on threads that go on with what they copied.
+        let cpus = std::thread::available_parallelism().map_or(2, |n| n.get());
+        return Ok(Arc::new(pool::Pool::start(device, depth.min(cpus.max(2)))?));
+    }
     if kind == EngineKind::Uring || (kind == EngineKind::Auto && device.fd().is_some()) {
         match uring::Uring::start(device.clone(), depth) {
             Ok(engine) => return Ok(Arc::new(engine)),

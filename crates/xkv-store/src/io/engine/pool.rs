@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::desk::{Desk, panic_text};
-use super::{EngineLoad, IoEngine, IoRequest, Op};
+use super::{EngineLoad, IoEngine, IoRequest, LentRead, Op, taken_back};
 use crate::error::{Error, Result};
 use crate::io::Device;
 
@@ -45,7 +45,10 @@ fn serve(desk: &Desk, device: &dyn Device) {
     while let Some(job) = desk.take() {
         let mut request = job.request;
         let moved = catch_unwind(AssertUnwindSafe(|| {
-            let bytes = &mut request.buf[..request.len];
+            if !request.memory.enter() {
+                return Err(taken_back());
+            }
+            let bytes = &mut request.memory.bytes()[..request.len];
             match request.op {
                 Op::Read => device.read_at(bytes, request.offset),
                 Op::Write => device.write_at(bytes, request.offset),
@@ -62,6 +65,14 @@ fn serve(desk: &Desk, device: &dyn Device) {
 impl IoEngine for Pool {
     fn submit(&self, request: IoRequest) {
         self.desk.submit(request);
+    }
+
+    fn submit_lent(&self, read: LentRead) {
+        self.desk.submit(read);
+    }
+
+    fn has_time(&self) -> bool {
+        true
     }
 
     fn load(&self) -> EngineLoad {

@@ -15,8 +15,8 @@ use std::time::Duration;
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 use rustix::event::EventfdFlags;
 
-use super::desk::{Desk, Job, answer, panic_text};
-use super::{EngineLoad, IoEngine, IoRequest, Op};
+use super::desk::{Desk, Job, Request, panic_text};
+use super::{EngineLoad, IoEngine, IoRequest, LentRead, Op, taken_back};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{Device, resume_at};
 
@@ -119,6 +119,16 @@ impl IoEngine for Uring {
         }
     }
 
+    fn submit_lent(&self, read: LentRead) {
+        if self.desk.submit(read) {
+            self.wake();
+        }
+    }
+
+    fn has_time(&self) -> bool {
+        false
+    }
+
     fn load(&self) -> EngineLoad {
         self.desk.load()
     }
@@ -143,9 +153,19 @@ impl Drop for Uring {
 
 /// A request that the kernel has, or gets next.
 struct Flight {
-    request: IoRequest,
+    request: Request,
     done: usize,
     retries: u32,
+}
+
+/// A request that is over: its place, itself, its outcome.
+type Finished = (usize, Request, io::Result<()>);
+
+fn answer_all(desk: &Desk, finished: &mut Vec<Finished>) {
+    desk.retire(finished.iter().map(|(place, request, _)| (*place, request.op)));
+    for (_, request, outcome) in finished.drain(..) {
+        request.answer(outcome);
+    }
 }
 
 struct Ring {
@@ -204,9 +224,17 @@ impl Ring {
         let mut complained = false;
         loop {
             let closed = desk.sleep_or_take(&mut jobs);
-            for Job { place, request } in jobs.drain(..) {
+            for Job { place, mut request } in jobs.drain(..) {
+                if !request.memory.enter() {
+                    finished.push((place, request, Err(taken_back())));
+                    continue;
+                }
                 self.flights[place] = Some(Flight { request, done: 0, retries: 0 });
                 self.to_push.push(place);
+            }
+            if !finished.is_empty() {
+                answer_all(desk, &mut finished);
+                continue;
             }
             if closed && self.flights.iter().all(Option::is_none) && !self.wake_armed {
                 break;
@@ -228,12 +256,8 @@ impl Ring {
                 }
             }
             self.reap(device.is_direct(), &mut finished);
-            if finished.is_empty() {
-                continue;
-            }
-            desk.retire(finished.iter().map(|(place, request, _)| (*place, request.op)));
-            for (_, request, outcome) in finished.drain(..) {
-                answer(request.done, request.buf, outcome);
+            if !finished.is_empty() {
+                answer_all(desk, &mut finished);
             }
         }
         // SAFETY: made by `Box::into_raw` in `new`; the eventfd's read is not in flight, and `self` ends here.
@@ -257,7 +281,7 @@ impl Ring {
         for place in std::mem::take(&mut self.to_push) {
             let flight = self.flights[place].as_mut().expect("a place to push has its flight");
             let offset = flight.request.offset + flight.done as u64;
-            let rest = &mut flight.request.buf[flight.done..flight.request.len];
+            let rest = &mut flight.request.memory.bytes()[flight.done..flight.request.len];
             let len = u32::try_from(rest.len()).expect("a slot is far below 4 GiB");
             let entry = match flight.request.op {
                 Op::Read => opcode::Read::new(fd, rest.as_mut_ptr(), len).offset(offset).build(),
@@ -278,7 +302,7 @@ impl Ring {
     }
 
     /// Takes completions in: moves requests that are done to `finished`, sends the rest of short transfers again.
-    fn reap(&mut self, direct: bool, finished: &mut Vec<(usize, IoRequest, io::Result<()>)>) {
+    fn reap(&mut self, direct: bool, finished: &mut Vec<Finished>) {
         let mut starved = false;
         for completion in self.ring.completion() {
             if completion.user_data() == WAKE {

@@ -1,0 +1,201 @@
+//! Reads straight into L1: what goes there and what does not, and that no late byte reaches a buffer that was given back.
+
+mod common;
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{Client, FRAGMENT, MIB, Memory, Via, config, contents};
+use parking_lot::Mutex;
+use xkv_plugin::Config;
+use xkv_store::io::Device;
+use xkv_store::io::device::testing::{Calls, Effect, Fault, FaultyDevice, MemoryDevice, StallDevice};
+
+const SOON: Duration = Duration::from_secs(20);
+
+/// A drive that remembers where its bytes were wanted.
+struct Witness {
+    inner: Arc<dyn Device>,
+    reads: Mutex<Vec<usize>>,
+}
+
+impl Witness {
+    fn new(inner: Arc<dyn Device>) -> Arc<Self> {
+        Arc::new(Self { inner, reads: Mutex::default() })
+    }
+
+    /// Reads since the last call: those into `memory`, and the others.
+    fn reads(&self, memory: &Memory) -> (usize, usize) {
+        let (inside, outside): (Vec<usize>, Vec<usize>) =
+            std::mem::take(&mut *self.reads.lock()).iter().partition(|at| memory.addresses().contains(at));
+        (inside.len(), outside.len())
+    }
+}
+
+impl Device for Witness {
+    fn name(&self) -> &str {
+        "witness"
+    }
+
+    fn size(&self) -> u64 {
+        self.inner.size()
+    }
+
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
+        self.reads.lock().push(buf.as_ptr().addr());
+        self.inner.read_at(buf, offset)
+    }
+
+    fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
+        self.inner.write_at(buf, offset)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.inner.flush()
+    }
+
+    fn reads_straight(&self) -> bool {
+        self.inner.reads_straight()
+    }
+}
+
+fn client(drive: Arc<dyn Device>, config: Config) -> Client {
+    Client::on(Via::Embedded, &[drive], 16, config)
+}
+
+fn quick() -> Config {
+    Config { wait_timeout: Duration::from_millis(200), ..config() }
+}
+
+#[test]
+fn whole_blocks_of_aligned_buffers_go_straight_and_the_rest_through_slots() {
+    let drive = Witness::new(MemoryDevice::new(16 * MIB));
+    let mut client = client(drive.clone(), config());
+    for (len, straight, through_slots) in [(3 * FRAGMENT, 3, 0), (3 * FRAGMENT + 100, 3, 1), (100, 0, 1)] {
+        let name = len.to_string();
+        assert!(client.put(&name, len as u64, len));
+        let memory = Memory::aligned(len);
+        drive.reads(&memory);
+        let id = client.get(&[&name], &[memory]);
+        assert_eq!(client.results(id), [true]);
+        assert_eq!(memory.bytes(), contents(len as u64, len));
+        assert_eq!(drive.reads(&memory), (straight, through_slots), "{len} bytes");
+        let memory = Memory::blank(len);
+        let id = client.get(&[&name], &[memory]);
+        assert_eq!(client.results(id), [true]);
+        assert_eq!(memory.bytes(), contents(len as u64, len));
+        assert_eq!(drive.reads(&memory), (0, straight + through_slots), "{len} bytes, not aligned");
+    }
+}
+
+#[test]
+fn what_the_system_does_not_read_straight_goes_through_a_slot() {
+    for errno in [libc::EINVAL, libc::EFAULT] {
+        let faulty = FaultyDevice::new(MemoryDevice::new(16 * MIB));
+        let mut client = client(faulty.clone(), config());
+        assert!(client.put("a", 1, 2 * FRAGMENT));
+        faulty.inject(Fault { times: 1, ..Fault::every(Calls::READS, Effect::Errno(errno)) });
+        let memory = Memory::aligned(2 * FRAGMENT);
+        let id = client.get(&["a"], &[memory]);
+        assert_eq!(client.results(id), [true], "{errno}");
+        assert_eq!(memory.bytes(), contents(1, 2 * FRAGMENT));
+        assert_eq!(client.present(&["a"]), [true], "not taken for damaged");
+    }
+}
+
+#[test]
+fn a_wrong_bit_and_an_error_are_misses_that_leave_a_stamp() {
+    for effect in [Effect::Lie, Effect::Errno(libc::EIO)] {
+        let faulty = FaultyDevice::new(MemoryDevice::new(16 * MIB));
+        let mut client = client(faulty.clone(), config());
+        assert!(client.put("a", 1, 2 * FRAGMENT));
+        faulty.inject(Fault { after: 1, times: 1, ..Fault::every(Calls::READS, effect) });
+        let memory = Memory::aligned(2 * FRAGMENT);
+        let id = client.get(&["a"], &[memory]);
+        assert_eq!(client.results(id), [false], "{effect:?}");
+        assert!(memory.is_stamped());
+        assert_eq!(client.present(&["a"]), [false], "removed: the next store repairs it");
+    }
+}
+
+/// The one exception to the deadline: nothing takes the buffer from the drive, so LMCache does not get it either.
+#[test]
+fn a_buffer_that_a_stalled_drive_has_is_given_back_when_the_drive_has_let_go() {
+    let drive = StallDevice::new(MemoryDevice::new(16 * MIB));
+    let mut client = client(drive.clone(), quick());
+    assert!(client.put("a", 1, FRAGMENT));
+    assert!(client.put("b", 2, FRAGMENT));
+    drive.stall(Calls::READS);
+    let held = Memory::aligned(FRAGMENT);
+    let first = client.get(&["a"], &[held]);
+    assert!(drive.await_waiting(1, SOON));
+    // The drive counts as stalled: others are answered at once and without it.
+    let noticed = Instant::now();
+    while client.present(&["b"]) != [false] {
+        assert!(noticed.elapsed() < SOON, "the stall is noticed");
+        std::thread::yield_now();
+    }
+    let other = Memory::aligned(FRAGMENT);
+    let second = client.get(&["b"], &[other]);
+    assert_eq!(client.results(second), [false]);
+    assert!(other.is_stamped());
+    assert_eq!(drive.waiting(), 1, "nothing more was asked of the stalled drive");
+    assert!(
+        client.answer_within(first, Duration::from_millis(600)).is_none(),
+        "the drive still has its buffer"
+    );
+
+    drive.resume();
+    assert_eq!(client.results(first), [false], "late is a miss");
+    assert!(held.is_stamped(), "what came late was stamped over");
+    assert_eq!(held.bytes()[64..], contents(1, FRAGMENT)[64..], "it came before the answer");
+    let recovered = Instant::now();
+    while client.present(&["a"]) != [true] {
+        assert!(recovered.elapsed() < SOON, "the drive is used again");
+        std::thread::yield_now();
+    }
+    let again = Memory::aligned(FRAGMENT);
+    let id = client.get(&["a"], &[again]);
+    assert_eq!(client.results(id), [true]);
+    assert_eq!(again.bytes(), contents(1, FRAGMENT));
+}
+
+/// As soon as a drive is slow, long before it counts as stalled, it gets slots: those loads keep their deadline.
+#[test]
+fn loads_that_come_while_a_drive_is_slow_keep_their_deadline() {
+    let drive = StallDevice::new(MemoryDevice::new(16 * MIB));
+    let wait_timeout = Duration::from_secs(2);
+    let mut client = client(drive.clone(), Config { wait_timeout, ..config() });
+    assert!(client.put("a", 1, FRAGMENT));
+    assert!(client.put("b", 2, FRAGMENT));
+    drive.stall(Calls::READS);
+    let held = client.get(&["a"], &[Memory::aligned(FRAGMENT)]);
+    assert!(drive.await_waiting(1, SOON));
+    // Slow from a quarter of the timeout on: what is asked for from then on is not read straight.
+    assert!(client.answer_within(held, Duration::from_millis(1200)).is_none());
+    let memory = Memory::aligned(FRAGMENT);
+    let started = Instant::now();
+    let id = client.get(&["b"], &[memory]);
+    assert_eq!(client.results(id), [false]);
+    assert!(started.elapsed() < wait_timeout + Duration::from_secs(3));
+    assert_eq!(drive.waiting(), 2, "its read is stuck, in a slot");
+    assert!(memory.is_stamped());
+    drive.resume();
+    assert_eq!(client.results(held), [false]);
+    assert!(memory.is_stamped(), "the late read did not reach the buffer");
+}
+
+#[test]
+fn closing_with_a_buffer_in_a_stalled_drive_is_bounded() {
+    let drive = StallDevice::new(MemoryDevice::new(16 * MIB));
+    let mut client = client(drive.clone(), config());
+    assert!(client.put("a", 1, FRAGMENT));
+    drive.stall(Calls::READS);
+    client.get(&["a"], &[Memory::aligned(FRAGMENT)]);
+    assert!(drive.await_waiting(1, SOON));
+    let started = Instant::now();
+    drop(client.connector.close());
+    assert!(started.elapsed() < Duration::from_secs(5));
+    drive.resume();
+}
