@@ -41,6 +41,7 @@ TEST_TOOLS = {
     "redis-server": "redis-server",
     "runc": "runc",
     "strace": "strace",
+    "systemd": "systemd-analyze",
 }
 
 

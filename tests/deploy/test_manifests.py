@@ -7,6 +7,7 @@ import functools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import kubernetes_validate
 import kubernetes_validate.utils
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from tests.deploy.manifests import FORMS, K8S, build, containers, pod_template
+from tests.deploy.policy import GIB, SERVER_GIB, quantity
 
 # It reads the definitions of all of Kubernetes again for each manifest.
 kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
@@ -78,6 +80,34 @@ def test_the_transfer_config_is_the_launchers(form: str) -> None:
     ]
     config = vllm["args"][vllm["args"].index("--kv-transfer-config") + 1]
     assert json.loads(config) == json.loads(printed)
+
+
+def test_the_operators_engine_keeps_to_the_rules() -> None:
+    """It is no pod, so that `policy.py` does not see it."""
+    spec = yaml.safe_load((K8S / "operator" / "lmcacheengine.yaml").read_text())["spec"]
+    params = spec["l2Backend"]["raw"]["config"]["adapter_params"]
+    ring = params.get("batch_slots", 1024) * params.get("fragment_bytes", 131072)
+    needed = (spec["l1"]["sizeGB"] + SERVER_GIB) * GIB + ring
+    resources = spec["resourceOverrides"]
+    assert quantity(resources["limits"]["memory"]) >= needed
+    assert not {"nvidia.com/gpu"} & (resources["limits"].keys() | resources["requests"].keys())
+    assert spec["l2Backend"].get("prefetchPolicy", "default") == "default"
+    assert {"name": "PYTHONHASHSEED", "value": "0"} in spec["env"]
+    (host_ip,) = [each for each in spec["env"] if each["name"] == "HOST_IP"]
+    assert host_ip["valueFrom"]["fieldRef"]["fieldPath"] == "status.hostIP"
+    assert params["host"] == "$(HOST_IP)"
+    mounts = {each["mountPath"]: each["name"] for each in spec["volumeMounts"]}
+    sources = {each["name"]: each for each in spec["volumes"]}
+    gateway = build("base")
+    (own,) = [
+        volume["hostPath"]["path"]
+        for manifest in gateway
+        if (template := pod_template(manifest))
+        for volume in template["spec"]["volumes"]
+        if volume["name"] == "shm-dir"
+    ]
+    assert sources[mounts[params["shm_dir"]]]["hostPath"]["path"] == own
+    assert "secret" in sources[mounts[str(Path(params["token_file"]).parent)]]
 
 
 def test_the_operators_engine_names_the_plugin_as_the_launcher_does() -> None:
