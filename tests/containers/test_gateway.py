@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import grp
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from demo.stack import free_ports
+from demo.stack import StackError, free_ports
+from tests.conftest import LoopDevices
 from tests.containers.conftest import SharedMemory
-from tests.containers.podman import GATEWAY, USER, gateway, owned_folder, podman
+from tests.containers.podman import GATEWAY, USER, Container, gateway, owned_folder, podman
 
 pytestmark = pytest.mark.containers
 
@@ -84,3 +87,22 @@ def test_a_store_outlives_its_container(tmp_path: Path) -> None:
             assert container.stop() == 0
     assert len(identities) == 2
     assert identities[0] == identities[1]
+
+
+def test_a_drive_by_its_group(tmp_path: Path, loop_devices: LoopDevices, shared_memory: SharedMemory) -> None:
+    """A block device in a container that is not root: what `k8s/block` and docs/containers.md do."""
+    (port,) = free_ports(1)
+    (device,) = loop_devices(1, 2**28)
+    # As udev has drives: root's and the group's `disk`.
+    group = grp.getgrnam("disk").gr_gid
+    os.chown(device, 0, group)
+    device.chmod(0o660)
+    command = ["gateway", "serve", f"--port={port}", "--store=/dev/xkv0"]
+    options = [f"--device={device}:/dev/xkv0", f"--group-add={group}"]
+    with Container(GATEWAY, command, options=options) as container:
+        container.wait_for_text("serving a store of 1 drive: /dev/xkv0", 60)
+        assert container.stop() == 0
+    with Container(GATEWAY, command, options=options[:1]) as container:
+        with pytest.raises(StackError, match="ended with 1"):
+            container.wait_for_text("serving a store", 60)
+        assert "/dev/xkv0" in container.log()
