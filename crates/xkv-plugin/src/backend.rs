@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use xkv_store::io::engine::IoDone;
+use xkv_store::io::engine::{IoDone, LentDone};
 use xkv_store::{FragmentSums, Lent, ObjectKey, Result, SlotBuf, StoreStats};
 
 /// Takes an answer.
@@ -120,6 +120,15 @@ pub trait Transaction: Send {
     fn take_slot(&self) -> Option<SlotBuf>;
     /// Writes fragment `index`, once.
     fn write(&mut self, index: u32, slot: SlotBuf, sums: FragmentSums, done: IoDone);
+    /// Whether fragment `index` can be written straight from memory that starts at a whole block.
+    fn goes_straight(&self, _index: u32) -> bool {
+        false
+    }
+    /// Writes fragment `index` from memory of its length, once, where [`Transaction::goes_straight`].
+    fn write_straight(&mut self, _index: u32, memory: Lent, _sums: FragmentSums, done: LentDone) {
+        drop(memory);
+        done(Err(io::ErrorKind::Unsupported.into()));
+    }
     /// Makes the object visible and durable. Every fragment must have been written.
     fn commit(self: Box<Self>, done: Done<Result<()>>);
 }
@@ -139,10 +148,10 @@ pub trait Reading: Send {
     /// Reads fragment `index` into the start of `slot`.
     fn read(&self, index: u32, slot: SlotBuf, done: ReadDone);
     /// Whether fragment `index` can be read straight into memory that starts at a whole block.
-    fn reads_straight(&self, _index: u32) -> bool {
+    fn goes_straight(&self, _index: u32) -> bool {
         false
     }
-    /// Reads fragment `index` into memory of its length, where [`Reading::reads_straight`].
+    /// Reads fragment `index` into memory of its length, where [`Reading::goes_straight`].
     fn read_straight(&self, _index: u32, memory: Lent, done: StraightDone) {
         drop(memory);
         done(Err(io::ErrorKind::Unsupported.into()));

@@ -48,7 +48,7 @@ pub unsafe fn scatter(slot: &[u8], target: NonNull<u8>, summer: &mut Summer) {
 /// Takes `len` bytes of L1 through `summer`.
 ///
 /// # Safety
-/// `source` is valid for reads of `len` bytes, and nobody writes them meanwhile.
+/// `source` is valid for reads of `len` bytes, and nobody writes them meanwhile (L1 has locked them for the operation).
 pub unsafe fn sum(source: NonNull<u8>, len: usize, summer: &mut Summer) {
     // SAFETY: the caller's contract.
     summer.update(unsafe { std::slice::from_raw_parts(source.as_ptr(), len) });
@@ -88,6 +88,8 @@ pub struct Place {
 pub enum CopyJob {
     /// L1 to slot, for a store; refused when it ends later than `deadline`.
     Gather { piece: Piece, place: Place, slot: SlotBuf, deadline: Instant },
+    /// For a store straight from L1; refused as above.
+    Sum { piece: Piece, place: Place, deadline: Instant },
     /// Slot to L1, for a load, checked against `sums`.
     Scatter { piece: Piece, place: Place, slot: SlotBuf, sums: FragmentSums, coverage: Coverage },
     /// What the drive read straight into L1, checked against `sums`.
@@ -114,6 +116,10 @@ pub fn move_fragment(job: CopyJob) -> Message {
             let copied = catch_unwind(AssertUnwindSafe(|| gathered(piece, &place, slot, deadline)));
             Message::Gathered { piece, outcome: copied.unwrap_or(Gathering::Closed) }
         }
+        CopyJob::Sum { piece, place, deadline } => {
+            let summed = catch_unwind(AssertUnwindSafe(|| summed(piece, &place, deadline)));
+            Message::Gathered { piece, outcome: summed.unwrap_or(Gathering::Closed) }
+        }
         CopyJob::Scatter { piece, place, slot, sums, coverage } => {
             let copied = catch_unwind(AssertUnwindSafe(|| scattered(piece, &place, &slot, sums, coverage)));
             drop(slot);
@@ -137,6 +143,18 @@ fn gathered(piece: Piece, place: &Place, mut slot: SlotBuf, deadline: Instant) -
         Gathering::TooOld
     } else {
         Gathering::Done(slot, summer.finish())
+    }
+}
+
+fn summed(piece: Piece, place: &Place, deadline: Instant) -> Gathering {
+    let mut summer = Summer::new(&place.digest, piece.index, place.len as u32, Coverage::Both);
+    if Instant::now() >= deadline {
+        Gathering::TooOld
+    } else if !place.buffer.sum(place.offset, place.len, &mut summer) {
+        Gathering::Closed
+    } else {
+        // Whether it is too old by then is asked again when it was written.
+        Gathering::Summed(summer.finish())
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
-use xkv_store::io::engine::IoDone;
+use xkv_store::io::engine::{IoDone, LentDone};
 use xkv_store::{
     Begin, Error, ErrorKind, FragmentSums, Lease, Lent, ObjectKey, Result, SlotBuf, SlotPool, Store,
     StoreConfig, StoreStats, Txn,
@@ -176,6 +176,15 @@ impl Transaction for Writing {
         self.txn.write(index, slot, done);
     }
 
+    fn goes_straight(&self, index: u32) -> bool {
+        self.txn.goes_straight(index)
+    }
+
+    fn write_straight(&mut self, index: u32, memory: Lent, sums: FragmentSums, done: LentDone) {
+        self.sums[index as usize] = sums;
+        self.txn.write_straight(index, memory, done);
+    }
+
     fn commit(self: Box<Self>, done: Done<Result<()>>) {
         self.txn.commit(self.sums, done);
     }
@@ -213,8 +222,8 @@ impl Reading for Leased {
         self.lease.read(index, slot, Box::new(move |slot, read| done(slot, read.map(|()| sums))));
     }
 
-    fn reads_straight(&self, index: u32) -> bool {
-        self.lease.reads_straight(index)
+    fn goes_straight(&self, index: u32) -> bool {
+        self.lease.goes_straight(index)
     }
 
     fn read_straight(&self, index: u32, memory: Lent, done: StraightDone) {

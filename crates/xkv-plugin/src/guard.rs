@@ -20,7 +20,7 @@ use crate::poison::{STAMP_BYTES, Stamp};
 /// A buffer of L1: its address while the guard is open, and its length.
 pub struct L1Buffer {
     address: RwLock<Access>,
-    /// Fragments that a drive reads straight into the buffer at the moment.
+    /// Fragments that a drive reads straight into the buffer, or writes from it, at the moment.
     lent: AtomicUsize,
     len: usize,
 }
@@ -154,8 +154,9 @@ pub(crate) struct LentPart {
     pub len: usize,
 }
 
-// SAFETY: between `enter` and `leave` the buffer counts as lent, so it is not closed, and until then its bytes are mapped
-// and writable (`L1Buffer::new`). L1 keeps a buffer that is being loaded for the load alone.
+// SAFETY: between `enter` and `leave` the buffer counts as lent. That of a load is not closed before, and until then its
+// bytes are mapped, writable (`L1Buffer::new`), and L1 keeps them for the load alone. That of a store may be given up
+// while a drive reads it, through a system call: the kernel holds the pages, or refuses an address that is gone.
 unsafe impl Lender for LentPart {
     fn enter(&self) -> Option<NonNull<u8>> {
         let address = self.buffer.address.read();

@@ -123,7 +123,7 @@ impl Reactor {
         };
         let Some(reading) = load.reading.as_ref().filter(|reading| {
             let healthy = self.slow & drive_set(piece.drive as usize) == 0;
-            load.straight && healthy && reading.reads_straight(piece.index)
+            load.straight && healthy && reading.goes_straight(piece.index)
         }) else {
             return false;
         };

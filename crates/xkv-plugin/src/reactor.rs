@@ -53,7 +53,7 @@ pub struct Reactor {
     pub(crate) no_room: bool,
     pub(crate) window: Window,
     pub(crate) stalled: DriveSet,
-    /// Drives that may be about to stall: nothing is read straight into L1 from them.
+    /// Drives that may be about to stall: nothing goes straight between them and L1.
     pub(crate) slow: DriveSet,
     space: Arc<AtomicBool>,
     deadlines: BinaryHeap<Reverse<(Instant, u64)>>,
@@ -152,7 +152,7 @@ impl Reactor {
             Message::Scattered { piece, outcome } => self.scattered(piece, outcome),
             Message::Begun { ticket, begun } => self.begun(ticket, begun),
             Message::Gathered { piece, outcome } => self.gathered(piece, outcome),
-            Message::Written { piece, result } => self.written(piece, result),
+            Message::Written { piece, straight, result } => self.written(piece, straight, result),
             Message::Committed { ticket, result } => self.committed(ticket, result),
             Message::Removed { id, index, result } => self.removed(id, index, result),
             Message::Space => {
@@ -167,7 +167,11 @@ impl Reactor {
     fn pump(&mut self) {
         self.window.fit(in_flight(&*self.shared.backend), self.shared.backend.drives());
         while let Some(piece) = self.window.next() {
-            if piece.class == Class::Load && self.read_straight(piece) {
+            let straight = match piece.class {
+                Class::Load => self.read_straight(piece),
+                Class::Store => self.sum(piece),
+            };
+            if straight {
                 continue;
             }
             // From where the object is: a slot of one session is of no use in another.

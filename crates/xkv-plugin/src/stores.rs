@@ -1,10 +1,13 @@
 //! The reactor's stores: begin, copy in, write, commit.
 
-use xkv_store::{ErrorKind, ObjectKey, Result, SlotBuf};
+use std::time::Instant;
+
+use xkv_store::{ErrorKind, Lent, ObjectKey, Result, SlotBuf};
 
 use crate::backend::{Begun, Transaction, UNREACHABLE, drive_set, is_unreachable};
 use crate::connector::{BACKLOG, key_fits};
 use crate::copy::{CopyJob, Place};
+use crate::guard::LentPart;
 use crate::reactor::{Reactor, show};
 use crate::stats::Outcome;
 use crate::task::{Batch, Class, Gathering, Message, Operation, Outstanding, Piece, StoreKey, Submission};
@@ -48,9 +51,10 @@ impl Reactor {
                 batch.tickets[index] = ticket;
             }
             self.storing.insert(*key.digest(), ticket);
-            let (txn, left, joined) = (None, Outstanding::default(), Vec::new());
-            self.stores
-                .insert(ticket, StoreKey { batch: id, index, key, buffer, deadline, txn, left, joined });
+            let (txn, left, joined, straight) =
+                (None, Outstanding::default(), Vec::new(), buffer.is_aligned());
+            let store = StoreKey { batch: id, index, key, buffer, deadline, txn, left, straight, joined };
+            self.stores.insert(ticket, store);
             self.waiting[1].push_back(ticket);
         }
     }
@@ -118,14 +122,33 @@ impl Reactor {
     /// Has a fragment copied into `slot`.
     pub(crate) fn gather(&mut self, piece: Piece, slot: SlotBuf) {
         let store = &self.stores[&piece.ticket];
+        let (place, deadline) = (self.place_in(store, piece), store.deadline);
+        let _ = self.copies.send(CopyJob::Gather { piece, place, slot, deadline });
+    }
+
+    /// Has a fragment summed where it is, if it can be written from there; false otherwise, and nothing happened.
+    pub(crate) fn sum(&mut self, piece: Piece) -> bool {
+        let Some(store) = self.stores.get(&piece.ticket) else {
+            return false;
+        };
+        let healthy = self.slow & drive_set(piece.drive as usize) == 0;
+        let goes = |txn: &dyn Transaction| txn.goes_straight(piece.index);
+        if !store.straight || !healthy || !store.txn.as_deref().is_some_and(goes) {
+            return false;
+        }
+        let (place, deadline) = (self.place_in(store, piece), store.deadline);
+        let _ = self.copies.send(CopyJob::Sum { piece, place, deadline });
+        true
+    }
+
+    fn place_in(&self, store: &StoreKey, piece: Piece) -> Place {
         let txn = store.txn.as_ref().expect("only begun objects have fragments in the window");
-        let place = Place {
+        Place {
             buffer: store.buffer.clone(),
             offset: piece.index as usize * self.shared.backend.fragment_bytes(),
             len: txn.fragment_len(piece.index),
             digest: *store.key.digest(),
-        };
-        let _ = self.copies.send(CopyJob::Gather { piece, place, slot, deadline: store.deadline });
+        }
     }
 
     pub(crate) fn gathered(&mut self, piece: Piece, outcome: Gathering) {
@@ -138,10 +161,21 @@ impl Reactor {
                 let sender = self.sender.clone();
                 let done = move |slot, result| {
                     drop(slot);
-                    let _ = sender.send(Message::Written { piece, result });
+                    let _ = sender.send(Message::Written { piece, straight: false, result });
                 };
                 let txn = store.txn.as_mut().expect("a store in progress has its transaction");
                 txn.write(piece.index, slot, sums, Box::new(done));
+            }
+            Gathering::Summed(sums) => {
+                let sender = self.sender.clone();
+                let done = move |result| {
+                    let _ = sender.send(Message::Written { piece, straight: true, result });
+                };
+                let txn = store.txn.as_mut().expect("a store in progress has its transaction");
+                let offset = piece.index as usize * self.shared.backend.fragment_bytes();
+                let len = txn.fragment_len(piece.index);
+                let part = LentPart { buffer: store.buffer.clone(), offset, len };
+                txn.write_straight(piece.index, Lent::new(Box::new(part)), sums, Box::new(done));
             }
             Gathering::TooOld | Gathering::Closed => {
                 self.window.landed(&piece);
@@ -152,13 +186,21 @@ impl Reactor {
         }
     }
 
-    pub(crate) fn written(&mut self, piece: Piece, result: std::io::Result<()>) {
+    pub(crate) fn written(&mut self, piece: Piece, straight: bool, result: std::io::Result<()>) {
         self.window.landed(&piece);
         let ticket = piece.ticket;
         let Some(store) = self.stores.get_mut(&ticket) else {
             return;
         };
+        if straight && Instant::now() >= store.deadline {
+            // L1's lock on the bytes may have run out while the drive read them: the object is not committed.
+            return self.settle(ticket, Outcome::TooOld, || "L1's lock on its bytes may have run out".into());
+        }
         if let Err(error) = result {
+            if straight && matches!(error.raw_os_error(), Some(libc::EFAULT | libc::EINVAL)) {
+                store.straight = false;
+                return self.window.push(piece);
+            }
             let full = matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
             let outcome = if is_unreachable(&error) {
                 Outcome::Unreachable
@@ -202,7 +244,8 @@ impl Reactor {
             return;
         };
         self.storing.remove(store.key.digest());
-        store.buffer.close();
+        // A drive may still read some of it: nothing comes of that, since the transaction ends here uncommitted.
+        let _ = store.buffer.close();
         let why =
             if outcome.ok() { String::new() } else { format!("store of {}: {}", show(&store.key), why()) };
         self.account_store(store.batch, store.index, outcome, store.buffer.len() as u64, || why.clone());

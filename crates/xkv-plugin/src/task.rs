@@ -118,6 +118,8 @@ pub struct Question {
 /// What happened to a fragment on its way into a slot.
 pub enum Gathering {
     Done(SlotBuf, FragmentSums),
+    /// It stays where it is, and is written from there.
+    Summed(FragmentSums),
     TooOld,
     Closed,
 }
@@ -160,6 +162,8 @@ pub enum Message {
     },
     Written {
         piece: Piece,
+        /// Whether it was written straight from L1.
+        straight: bool,
         result: std::io::Result<()>,
     },
     Committed {
@@ -223,6 +227,8 @@ pub struct StoreKey {
     pub deadline: Instant,
     pub txn: Option<Box<dyn Transaction>>,
     pub left: Outstanding,
+    /// Whether fragments may be written straight from the buffer.
+    pub straight: bool,
     /// Keys of sets that wait for this one's outcome.
     pub joined: Vec<(u64, usize)>,
 }

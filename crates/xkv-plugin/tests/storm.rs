@@ -75,8 +75,12 @@ fn storm(via: Via, seed: u64, straight: bool) {
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         let (id, what) = match random.below(10) {
             0..4 => {
-                let memory: Vec<Memory> =
-                    objects.iter().map(|&object| Memory::new(&contents(object, size(object)))).collect();
+                let filled = |object: u64| {
+                    let mut memory = if straight { Memory::aligned } else { Memory::blank }(size(object));
+                    memory.write(&contents(object, size(object)));
+                    memory
+                };
+                let memory: Vec<Memory> = objects.iter().map(|&object| filled(object)).collect();
                 (client.set(&names, &memory), Asked::Other)
             }
             4..8 => {

@@ -1,4 +1,5 @@
-//! Reads straight into L1: what goes there and what does not, and that no late byte reaches a buffer that was given back.
+//! I/O straight into L1 and out of it: what goes there and what does not, that no late byte reaches a buffer that was given
+//! back, and that nothing is stored of one that was taken back.
 
 mod common;
 
@@ -18,11 +19,12 @@ const SOON: Duration = Duration::from_secs(20);
 struct Witness {
     inner: Arc<dyn Device>,
     reads: Mutex<Vec<usize>>,
+    writes: Mutex<Vec<usize>>,
 }
 
 impl Witness {
     fn new(inner: Arc<dyn Device>) -> Arc<Self> {
-        Arc::new(Self { inner, reads: Mutex::default() })
+        Arc::new(Self { inner, reads: Mutex::default(), writes: Mutex::default() })
     }
 
     /// Reads since the last call: those into `memory`, and the others.
@@ -30,6 +32,11 @@ impl Witness {
         let (inside, outside): (Vec<usize>, Vec<usize>) =
             std::mem::take(&mut *self.reads.lock()).iter().partition(|at| memory.addresses().contains(at));
         (inside.len(), outside.len())
+    }
+
+    /// Writes from `memory` since the last call.
+    fn writes_from(&self, memory: &Memory) -> usize {
+        std::mem::take(&mut *self.writes.lock()).iter().filter(|at| memory.addresses().contains(at)).count()
     }
 }
 
@@ -48,6 +55,7 @@ impl Device for Witness {
     }
 
     fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
+        self.writes.lock().push(buf.as_ptr().addr());
         self.inner.write_at(buf, offset)
     }
 
@@ -55,8 +63,8 @@ impl Device for Witness {
         self.inner.flush()
     }
 
-    fn reads_straight(&self) -> bool {
-        self.inner.reads_straight()
+    fn goes_straight(&self) -> bool {
+        self.inner.goes_straight()
     }
 }
 
@@ -74,7 +82,12 @@ fn whole_blocks_of_aligned_buffers_go_straight_and_the_rest_through_slots() {
     let mut client = client(drive.clone(), config());
     for (len, straight, through_slots) in [(3 * FRAGMENT, 3, 0), (3 * FRAGMENT + 100, 3, 1), (100, 0, 1)] {
         let name = len.to_string();
-        assert!(client.put(&name, len as u64, len));
+        let mut memory = Memory::aligned(len);
+        memory.write(&contents(len as u64, len));
+        drive.writes_from(&memory);
+        let id = client.set(&[&name], &[memory]);
+        assert!(client.ok(id));
+        assert_eq!(drive.writes_from(&memory), straight, "{len} bytes");
         let memory = Memory::aligned(len);
         drive.reads(&memory);
         let id = client.get(&[&name], &[memory]);
@@ -101,6 +114,13 @@ fn what_the_system_does_not_read_straight_goes_through_a_slot() {
         assert_eq!(client.results(id), [true], "{errno}");
         assert_eq!(memory.bytes(), contents(1, 2 * FRAGMENT));
         assert_eq!(client.present(&["a"]), [true], "not taken for damaged");
+
+        faulty.inject(Fault { times: 2, ..Fault::every(Calls::WRITES, Effect::Errno(errno)) });
+        let mut memory = Memory::aligned(2 * FRAGMENT);
+        memory.write(&contents(2, 2 * FRAGMENT));
+        let id = client.set(&["b"], &[memory]);
+        assert!(client.ok(id), "{errno}");
+        assert_eq!(client.load("b", 2 * FRAGMENT), Some(contents(2, 2 * FRAGMENT)));
     }
 }
 
@@ -184,6 +204,29 @@ fn loads_that_come_while_a_drive_is_slow_keep_their_deadline() {
     drive.resume();
     assert_eq!(client.results(held), [false]);
     assert!(memory.is_stamped(), "the late read did not reach the buffer");
+}
+
+/// L1 hands a buffer on while a stalled drive is about to write from it: the store was refused by then, and nothing of it
+/// becomes visible.
+#[test]
+fn a_store_whose_buffer_was_taken_back_leaves_nothing() {
+    let drive = StallDevice::new(MemoryDevice::new(16 * MIB));
+    let deadline = Duration::from_millis(300);
+    let mut client = client(drive.clone(), Config { store_deadline: deadline, ..config() });
+    let mut memory = Memory::aligned(2 * FRAGMENT);
+    memory.write(&contents(1, 2 * FRAGMENT));
+    drive.stall(Calls::WRITES);
+    let id = client.set(&["a"], &[memory]);
+    assert!(drive.await_waiting(1, SOON));
+    assert!(!client.ok(id), "answered while the drive still has the buffer");
+    memory.write(&contents(2, 2 * FRAGMENT));
+    drive.resume();
+    assert_eq!(client.load("a", 2 * FRAGMENT), None);
+    let started = Instant::now();
+    while !client.put("a", 3, 2 * FRAGMENT) {
+        assert!(started.elapsed() < SOON, "the key and its slots are free again");
+    }
+    assert_eq!(client.load("a", 2 * FRAGMENT), Some(contents(3, 2 * FRAGMENT)));
 }
 
 #[test]

@@ -72,8 +72,8 @@ impl Drop for SlotBuf {
 /// Memory of somebody else that a transfer may go to, as long as its owner does not take it back.
 ///
 /// # Safety
-/// From [`Lender::enter`] until the matching [`Lender::leave`], [`Lender::len`] bytes at the address are mapped and
-/// writable, and nobody else uses them.
+/// From [`Lender::enter`] until the matching [`Lender::leave`], [`Lender::len`] bytes at the address are mapped; for a read
+/// from a device they are writable and nobody else uses them, for a write to one nobody else writes them.
 pub unsafe trait Lender: Send + Sync + 'static {
     /// Called when the transfer is given to the device. None when the owner has taken the memory back.
     fn enter(&self) -> Option<NonNull<u8>>;

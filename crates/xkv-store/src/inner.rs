@@ -11,7 +11,7 @@ use crate::buf::{Lent, SlotBuf};
 use crate::checksum::FragmentSums;
 use crate::commit::Commits;
 use crate::index::{Entry, Index};
-use crate::io::engine::{IoDone, LentDone, LentRead};
+use crate::io::engine::{IoDone, LentDone, LentRequest};
 use crate::io::{BLOCK, Device, IoEngine, IoRequest, Op as IoOp};
 use crate::key::Digest;
 use crate::layout::Uuid;
@@ -156,17 +156,18 @@ impl Inner {
         drive.engine.submit(IoRequest { op, offset, len: len.next_multiple_of(BLOCK), buf, done });
     }
 
-    /// Whether a slot can be read straight into memory of somebody else: whole blocks to a block's boundary.
-    pub(crate) fn reads_straight(&self, slot: u32, len: usize) -> bool {
-        len.is_multiple_of(BLOCK) && self.drives[self.allocator.place(slot).0].device.reads_straight()
+    /// Whether a slot's bytes can go straight between the drive and memory of somebody else that starts at a block's
+    /// boundary: whole blocks.
+    pub(crate) fn goes_straight(&self, slot: u32, len: usize) -> bool {
+        len.is_multiple_of(BLOCK) && self.drives[self.allocator.place(slot).0].device.goes_straight()
     }
 
-    /// Starts the read of one slot into memory of somebody else.
-    pub(crate) fn read_straight(&self, slot: u32, memory: Lent, done: LentDone) {
+    /// Starts the I/O of one slot in memory of somebody else.
+    pub(crate) fn io_straight(&self, op: IoOp, slot: u32, memory: Lent, done: LentDone) {
         let (drive, slot) = self.allocator.place(slot);
         let drive = &self.drives[drive];
         let offset = drive.slots_offset + u64::from(slot) * self.fragment_bytes as u64;
-        drive.engine.submit_lent(LentRead { offset, memory, done });
+        drive.engine.submit_lent(LentRequest { op, offset, memory, done });
     }
 
     /// Takes over an object that recovery found.

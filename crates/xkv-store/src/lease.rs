@@ -74,8 +74,8 @@ impl Lease {
     }
 
     /// Whether fragment `index` can be read straight into memory of somebody else that starts at a whole block.
-    pub fn reads_straight(&self, index: u32) -> bool {
-        self.store.reads_straight(self.entry.slots.numbers()[index as usize], self.fragment_len(index))
+    pub fn goes_straight(&self, index: u32) -> bool {
+        self.store.goes_straight(self.entry.slots.numbers()[index as usize], self.fragment_len(index))
     }
 
     /// Whether completions of fragment `index` come on threads that have time to go on with the bytes.
@@ -83,7 +83,7 @@ impl Lease {
         self.store.drives[self.drive(index)].engine.has_time()
     }
 
-    /// Reads fragment `index` into memory of exactly its length, see [`Lease::reads_straight`]. The memory is given back
+    /// Reads fragment `index` into memory of exactly its length, see [`Lease::goes_straight`]. The memory is given back
     /// before `done` is called.
     pub fn read_straight(&self, index: u32, memory: Lent, done: LentDone) {
         let (entry, store) = (self.entry.clone(), self.store.clone());
@@ -93,6 +93,6 @@ impl Lease {
             drop((entry, store));
             done(outcome);
         });
-        self.store.read_straight(slot, memory, done);
+        self.store.io_straight(IoOp::Read, slot, memory, done);
     }
 }

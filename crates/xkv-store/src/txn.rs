@@ -7,13 +7,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use parking_lot::Mutex;
 
 use crate::alloc::Slots;
-use crate::buf::SlotBuf;
+use crate::buf::{Lent, SlotBuf};
 use crate::checksum::FragmentSums;
 use crate::commit::{Done, Op};
 use crate::error::{Error, ErrorKind};
 use crate::index::{Entry, Token};
 use crate::inner::Inner;
-use crate::io::engine::IoDone;
+use crate::io::engine::{IoDone, LentDone};
 use crate::io::{BLOCK, Op as IoOp};
 use crate::key::ObjectKey;
 
@@ -38,6 +38,16 @@ impl TxnInner {
     /// Whether the key is still this transaction's (a removal takes it away).
     pub(crate) fn holds_key(&self) -> bool {
         self.store.index.claimed(self.key.digest(), &self.token)
+    }
+
+    /// The write of a slot has ended.
+    fn wrote(&self, slot: u32, outcome: &io::Result<()>) {
+        self.store.counters.io.fetch_add(1, Ordering::Relaxed);
+        if outcome.is_ok() {
+            let drive = self.store.allocator.place(slot).0;
+            self.store.drives[drive].dirty.store(true, Ordering::SeqCst);
+            self.written.fetch_add(1, Ordering::SeqCst);
+        }
     }
 
     /// Gives the key up.
@@ -97,16 +107,29 @@ impl Txn {
         buf[len..len.next_multiple_of(BLOCK)].fill(0);
         let slot = self.0.numbers[index as usize];
         let done = Box::new(move |buf, outcome: io::Result<()>| {
-            txn.store.counters.io.fetch_add(1, Ordering::Relaxed);
-            if outcome.is_ok() {
-                let drive = txn.store.allocator.place(slot).0;
-                txn.store.drives[drive].dirty.store(true, Ordering::SeqCst);
-                txn.written.fetch_add(1, Ordering::SeqCst);
-            }
+            txn.wrote(slot, &outcome);
             drop(txn);
             done(buf, outcome);
         });
         self.0.store.io(IoOp::Write, slot, len, buf, done);
+    }
+
+    /// Whether fragment `index` can be written straight from memory of somebody else that starts at a whole block.
+    pub fn goes_straight(&self, index: u32) -> bool {
+        self.0.store.goes_straight(self.0.numbers[index as usize], self.fragment_len(index))
+    }
+
+    /// As [`Txn::write`], from memory of exactly the fragment's length, see [`Txn::goes_straight`]. It is given back before
+    /// `done` is called.
+    pub fn write_straight(&self, index: u32, memory: Lent, done: LentDone) {
+        let txn = self.0.clone();
+        let slot = self.0.numbers[index as usize];
+        let done = Box::new(move |outcome: io::Result<()>| {
+            txn.wrote(slot, &outcome);
+            drop(txn);
+            done(outcome);
+        });
+        self.0.store.io_straight(IoOp::Write, slot, memory, done);
     }
 
     /// Makes the object visible and durable; `sums` has one entry per fragment. All writes must have succeeded.

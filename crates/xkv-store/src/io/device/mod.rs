@@ -48,9 +48,10 @@ pub trait Device: Send + Sync + 'static {
     fn in_memory(&self) -> bool {
         false
     }
-    /// Whether reads may go straight into memory of somebody else: not where the kernel copies from the page cache to
-    /// an address whenever the drive has answered, but where it holds the pages themselves (direct) or copies at once.
-    fn reads_straight(&self) -> bool {
+    /// Whether bytes may go straight between it and memory of somebody else: not where the kernel copies between the
+    /// page cache and an address whenever the drive has answered, but where it holds the pages themselves (direct) or
+    /// copies at once.
+    fn goes_straight(&self) -> bool {
         self.is_direct() || self.in_memory()
     }
 }

@@ -123,7 +123,7 @@ impl Device for MemoryDevice {
         Ok(())
     }
 
-    fn reads_straight(&self) -> bool {
+    fn goes_straight(&self) -> bool {
         true
     }
 
@@ -204,8 +204,8 @@ impl Device for ThrottledDevice {
         self.inner.write_at(buf, offset)
     }
 
-    fn reads_straight(&self) -> bool {
-        self.inner.reads_straight()
+    fn goes_straight(&self) -> bool {
+        self.inner.goes_straight()
     }
 
     fn flush(&self) -> io::Result<()> {
@@ -294,8 +294,8 @@ impl Device for StallDevice {
         self.inner.write_at(buf, offset)
     }
 
-    fn reads_straight(&self) -> bool {
-        self.inner.reads_straight()
+    fn goes_straight(&self) -> bool {
+        self.inner.goes_straight()
     }
 
     fn flush(&self) -> io::Result<()> {
@@ -423,8 +423,8 @@ impl Device for FaultyDevice {
         }
     }
 
-    fn reads_straight(&self) -> bool {
-        self.inner.reads_straight()
+    fn goes_straight(&self) -> bool {
+        self.inner.goes_straight()
     }
 
     fn flush(&self) -> io::Result<()> {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::queue::ClassQueue;
-use super::{EngineLoad, IoDone, IoRequest, LentDone, LentRead, Op};
+use super::{EngineLoad, IoDone, IoRequest, LentDone, LentRequest, Op};
 use crate::buf::{Lent, SlotBuf};
 use crate::io::{BLOCK, Device};
 
@@ -82,9 +82,9 @@ impl From<IoRequest> for Request {
     }
 }
 
-impl From<LentRead> for Request {
-    fn from(LentRead { offset, memory, done }: LentRead) -> Self {
-        Self { op: Op::Read, offset, len: memory.len(), memory: Memory::Lent(memory, done) }
+impl From<LentRequest> for Request {
+    fn from(LentRequest { op, offset, memory, done }: LentRequest) -> Self {
+        Self { op, offset, len: memory.len(), memory: Memory::Lent(memory, done) }
     }
 }
 

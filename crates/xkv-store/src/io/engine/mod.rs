@@ -56,11 +56,13 @@ pub struct IoRequest {
 /// As [`IoDone`]; the memory was given back before.
 pub type LentDone = Box<dyn FnOnce(io::Result<()>) + Send>;
 
-/// One read into memory of somebody else.
-pub struct LentRead {
+/// One I/O straight into memory of somebody else, or out of it.
+pub struct LentRequest {
+    /// Direction.
+    pub op: Op,
     /// Position on the device, a multiple of [`super::BLOCK`].
     pub offset: u64,
-    /// Where to: all of it is read, a multiple of [`super::BLOCK`].
+    /// All of it is moved, a multiple of [`super::BLOCK`].
     pub memory: Lent,
     /// Takes the answer.
     pub done: LentDone,
@@ -88,8 +90,8 @@ pub struct EngineLoad {
 pub trait IoEngine: Send + Sync + 'static {
     /// Queues a request; never blocks. After [`IoEngine::shutdown`] it is answered at once with an error.
     fn submit(&self, request: IoRequest);
-    /// As [`IoEngine::submit`], into memory of somebody else.
-    fn submit_lent(&self, read: LentRead);
+    /// As [`IoEngine::submit`], for memory of somebody else.
+    fn submit_lent(&self, request: LentRequest);
     /// Whether completions are called on threads that have time: the other requests go on meanwhile.
     fn has_time(&self) -> bool;
     /// What is queued and in flight.

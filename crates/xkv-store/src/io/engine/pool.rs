@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::desk::{Desk, panic_text};
-use super::{EngineLoad, IoEngine, IoRequest, LentRead, Op, taken_back};
+use super::{EngineLoad, IoEngine, IoRequest, LentRequest, Op, taken_back};
 use crate::error::{Error, Result};
 use crate::io::Device;
 
@@ -67,8 +67,8 @@ impl IoEngine for Pool {
         self.desk.submit(request);
     }
 
-    fn submit_lent(&self, read: LentRead) {
-        self.desk.submit(read);
+    fn submit_lent(&self, request: LentRequest) {
+        self.desk.submit(request);
     }
 
     fn has_time(&self) -> bool {

@@ -16,7 +16,7 @@ use io_uring::{IoUring, Probe, opcode, squeue, types};
 use rustix::event::EventfdFlags;
 
 use super::desk::{Desk, Job, Request, panic_text};
-use super::{EngineLoad, IoEngine, IoRequest, LentRead, Op, taken_back};
+use super::{EngineLoad, IoEngine, IoRequest, LentRequest, Op, taken_back};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{Device, resume_at};
 
@@ -119,8 +119,8 @@ impl IoEngine for Uring {
         }
     }
 
-    fn submit_lent(&self, read: LentRead) {
-        if self.desk.submit(read) {
+    fn submit_lent(&self, request: LentRequest) {
+        if self.desk.submit(request) {
             self.wake();
         }
     }
