@@ -106,11 +106,18 @@ def server(params: dict[str, Any], log: Path) -> Iterator[tuple[Service, int, in
         yield service, port, http_port
 
 
-def drive(port: int, http_port: int, first: int = 0, count: int = SEQUENCES) -> str:
+def drive(port: int, http_port: int, first: int = 0, count: int = SEQUENCES, interval_s: float = 0) -> str:
     """Has LMCache's benchmark of a server look `count` sequences up, store what is missing and retrieve it."""
     command = [str(Path(sys.executable).parent / "lmcache"), "bench", "server", "--mode", "cpu"]
     command += ["--transfer-mode", "lmcache_driven", "--rpc-url", f"tcp://127.0.0.1:{port}"]
-    command += ["--url", f"http://127.0.0.1:{http_port}", "--num-tokens", str(TOKENS), "--interval", "0"]
+    command += [
+        "--url",
+        f"http://127.0.0.1:{http_port}",
+        "--num-tokens",
+        str(TOKENS),
+        "--interval",
+        str(interval_s),
+    ]
     command += ["--start", str(first), "--end", str(first + count)]
     command += ["--kvcache-shape-spec", "(2,128,16,4,64):float16:4"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

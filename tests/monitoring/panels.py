@@ -43,8 +43,8 @@ SHOWN = (
     "Gateway: bytes",
     "Cost of the monitoring",
 )
-STORE_GB = 0.15
-SEQUENCES = 24
+STORE_GB = 0.25
+SEQUENCES = 40
 """Of each run of the benchmark, with four objects of 1 MiB each: two runs are more than the store takes."""
 WINDOW = "15s"
 """What `$__rate_interval` stands for: Grafana would take four scrapes or more, too."""
@@ -65,14 +65,14 @@ def run(folder: Path, seconds: float) -> tuple[Prometheus, float, float]:
         begun, first, killed = time.time(), 0, False
         while time.time() - begun < seconds:
             # Stored, and loaded from the store, since memory is emptied.
-            drive(zmq_port, http_port, first=first, count=SEQUENCES)
+            drive(zmq_port, http_port, first=first, count=SEQUENCES, interval_s=0.5)
             HTTP.post(f"http://127.0.0.1:{http_port}/cache/clear").raise_for_status()
-            drive(zmq_port, http_port, first=first, count=SEQUENCES)
+            drive(zmq_port, http_port, first=first, count=SEQUENCES, interval_s=0.5)
             first += SEQUENCES
             if not killed and time.time() - begun > seconds / 2:
                 killed = True
                 gateway.end(signal.SIGKILL)
-                drive(zmq_port, http_port, first=first, count=SEQUENCES)
+                drive(zmq_port, http_port, first=first, count=SEQUENCES, interval_s=0.5)
                 gateway.start()
                 await_that("a session", lambda: gateway.status()["sessions"] or None)
         return prometheus, begun, time.time()
@@ -127,7 +127,7 @@ def draw(prometheus: Prometheus, begun: float, ended: float, target: Path) -> No
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.monitoring.panels", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=180, help="of the run; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=240, help="of the run; default: %(default)s")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as own:
         prometheus, begun, ended = run(Path(own), arguments.seconds)
