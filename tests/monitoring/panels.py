@@ -69,10 +69,10 @@ def run(folder: Path, seconds: float) -> tuple[Prometheus, float, float]:
             HTTP.post(f"http://127.0.0.1:{http_port}/cache/clear").raise_for_status()
             drive(zmq_port, http_port, first=first, count=SEQUENCES, interval_s=0.5)
             first += SEQUENCES
-            if not killed and time.time() - begun > seconds / 2:
+            if not killed:
                 killed = True
                 gateway.end(signal.SIGKILL)
-                drive(zmq_port, http_port, first=first, count=SEQUENCES, interval_s=0.5)
+                drive(zmq_port, http_port, first=first, count=SEQUENCES // 4, interval_s=0.5)
                 gateway.start()
                 await_that("a session", lambda: gateway.status()["sessions"] or None)
         return prometheus, begun, time.time()
@@ -127,7 +127,7 @@ def draw(prometheus: Prometheus, begun: float, ended: float, target: Path) -> No
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.monitoring.panels", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=240, help="of the run; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=300, help="of the run; default: %(default)s")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as own:
         prometheus, begun, ended = run(Path(own), arguments.seconds)
