@@ -44,11 +44,16 @@ def _raw_block(folder: Path, objects: int, size: int, **options: Any) -> Spec:
     }
 
 
+_LARGE: dict[str, Any] = {"fragment_bytes": 512 * 1024, "batch_slots": 256}
+"""Fragments for objects of many MiB, and as much memory for slots as by default."""
+
 # What makes an adapter's specification from a folder that it may use, and the most objects of a size in it at once.
 ADAPTERS: dict[str, Callable[[Path, int, int], Spec]] = {
     "xkv full": _xkv,
     "xkv sample": lambda *place: _xkv(*place, verify="sample"),
     "xkv off": lambda *place: _xkv(*place, verify="off"),
+    "xkv full 512k": lambda *place: _xkv(*place, **_LARGE),
+    "xkv sample 512k": lambda *place: _xkv(*place, **_LARGE, verify="sample"),
     "floor": _floor,
     "fs_native": _fs_native,
     "fs_native direct": lambda *place: _fs_native(*place, use_odirect=True),

@@ -176,7 +176,7 @@ def report(case: Case, rounds: list[dict[str, Figures]], ours: list[str]) -> lis
             figures.add_row(label, *(spread(each) if each else "" for each in values))
     tables = [figures]
     for our in ours:
-        others = [name for name in names if name not in ours]
+        others = [name for name in names if name != our]
         ratios = Table("", *others, title=f"{title}; {our} / other, within a round")
         for key, label in COLUMNS.items():
             cells = []
