@@ -21,7 +21,7 @@ from rich.table import Table
 
 from demo.gateway import DIES_WITH_PARENT, GatewayProcess
 from demo.model import MODELS, make
-from demo.stack import CHUNK, ROOT, Answer, Hits, Serving, StackError, signals_as_exceptions
+from demo.stack import CHUNK, ROOT, Answer, Hits, Serving, StackError, ending_cleanly
 
 RUN = ROOT / ".run"
 STORE_GB = 2
@@ -189,21 +189,14 @@ def main() -> int:
     parser.add_argument("--gateway", action="store_true", help="the store is a gateway's")
     arguments = parser.parse_args()
     say = Progress()
-    try:
-        with signals_as_exceptions():
-            phases, store = play(
-                arguments.model,
-                arguments.folder.resolve(),
-                arguments.models.resolve(),
-                say,
-                through_gateway=arguments.gateway,
-            )
-    except StackError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; everything that was started has ended", file=sys.stderr)
-        return 130
+    with ending_cleanly():
+        phases, store = play(
+            arguments.model,
+            arguments.folder.resolve(),
+            arguments.models.resolve(),
+            say,
+            through_gateway=arguments.gateway,
+        )
 
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(table_of(phases))

@@ -367,8 +367,9 @@ def complete(url: str, prompt: str, max_tokens: int) -> Answer:
 
 
 @contextmanager
-def signals_as_exceptions() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that whatever was started is stopped."""
+def ending_cleanly() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that whatever was started is stopped. A `StackError` and
+    Ctrl-C are said and end the program, with code 1 and 130."""
 
     def unwind(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -376,6 +377,12 @@ def signals_as_exceptions() -> Iterator[None]:
     before = {number: signal.signal(number, unwind) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
+    except StackError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted; everything that was started has ended", file=sys.stderr)
+        sys.exit(130)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

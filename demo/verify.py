@@ -9,7 +9,7 @@ import sys
 
 from demo.__main__ import RUN, STORE_GB, Progress
 from demo.model import MODELS, SMOLLM2, make
-from demo.stack import ONE_THREAD, Serving, StackError, signals_as_exceptions
+from demo.stack import ONE_THREAD, Serving, ending_cleanly
 
 
 def command(serving: Serving, count: int, *arguments: str) -> list[str]:
@@ -30,7 +30,7 @@ def main() -> int:
     folder = RUN / "verify"
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        with signals_as_exceptions():
+        with ending_cleanly():
             model = make(arguments.model, RUN / "models")
             say(f"starting the LMCache server and vLLM; log: {folder / 'serving.log'}")
             params = {"store": str(folder / "store"), "store_gb": STORE_GB, "namespace": arguments.model}
@@ -41,12 +41,6 @@ def main() -> int:
                 done = subprocess.run(command(serving, arguments.count, *length), check=False)
                 say(f"{serving.l2_objects_loaded()} objects were loaded from the second tier")
                 return done.returncode
-    except StackError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; everything that was started has ended", file=sys.stderr)
-        return 130
     finally:
         shutil.rmtree(folder / "store", ignore_errors=True)
 
