@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use xkv_store::io::engine::{IoDone, LentDone};
-use xkv_store::{FragmentSums, Lent, ObjectKey, Result, SlotBuf, StoreStats};
+use xkv_store::{FragmentSums, Lent, ObjectKey, Result, Run, SlotBuf, StoreStats};
 
 /// Takes an answer.
 pub type Done<T> = Box<dyn FnOnce(T) + Send>;
@@ -17,8 +17,8 @@ pub type Done<T> = Box<dyn FnOnce(T) + Send>;
 /// Takes a slot back, with a fragment and its checksums in it.
 pub type ReadDone = Box<dyn FnOnce(SlotBuf, io::Result<FragmentSums>) + Send>;
 
-/// As [`ReadDone`], of a read straight into memory that was given back before.
-pub type StraightDone = Box<dyn FnOnce(io::Result<FragmentSums>) + Send>;
+/// As [`ReadDone`], of a run read straight into memory that was given back before; checksums of each of its fragments.
+pub type StraightDone = Box<dyn FnOnce(io::Result<Vec<FragmentSums>>) + Send>;
 
 /// Drives that an object has fragments on: drive 0 is bit 0, drives from 63 on share bit 63.
 pub type DriveSet = u64;
@@ -112,20 +112,22 @@ pub trait Backend: Send + Sync + 'static {
 pub trait Transaction: Send {
     /// Number of fragments.
     fn fragments(&self) -> u32;
-    /// Bytes of fragment `index`.
-    fn fragment_len(&self, index: u32) -> usize;
     /// Drive that fragment `index` goes to.
     fn drive(&self, index: u32) -> usize;
     /// A free slot for one of its fragments, or none at once.
     fn take_slot(&self) -> Option<SlotBuf>;
     /// Writes fragment `index`, once.
     fn write(&mut self, index: u32, slot: SlotBuf, sums: FragmentSums, done: IoDone);
+    /// All fragments, in runs: those of several fragments go straight.
+    fn runs(&self) -> Vec<Run> {
+        (0..self.fragments()).map(Run::one).collect()
+    }
     /// Whether fragment `index` can be written straight from memory that starts at a whole block.
     fn goes_straight(&self, _index: u32) -> bool {
         false
     }
-    /// Writes fragment `index` from memory of its length, once, where [`Transaction::goes_straight`].
-    fn write_straight(&mut self, _index: u32, memory: Lent, _sums: FragmentSums, done: LentDone) {
+    /// Writes a run from memory of its length, once, where [`Transaction::goes_straight`]; `sums` of each fragment.
+    fn write_straight(&mut self, _run: Run, memory: Lent, _sums: Vec<FragmentSums>, done: LentDone) {
         drop(memory);
         done(Err(io::ErrorKind::Unsupported.into()));
     }
@@ -139,20 +141,22 @@ pub trait Reading: Send {
     fn size(&self) -> u64;
     /// Number of fragments.
     fn fragments(&self) -> u32;
-    /// Bytes of fragment `index`.
-    fn fragment_len(&self, index: u32) -> usize;
     /// Drive that fragment `index` is on.
     fn drive(&self, index: u32) -> usize;
     /// A free slot for one of its fragments, or none at once.
     fn take_slot(&self) -> Option<SlotBuf>;
     /// Reads fragment `index` into the start of `slot`.
     fn read(&self, index: u32, slot: SlotBuf, done: ReadDone);
+    /// All fragments, in runs: those of several fragments go straight.
+    fn runs(&self) -> Vec<Run> {
+        (0..self.fragments()).map(Run::one).collect()
+    }
     /// Whether fragment `index` can be read straight into memory that starts at a whole block.
     fn goes_straight(&self, _index: u32) -> bool {
         false
     }
-    /// Reads fragment `index` into memory of its length, where [`Reading::goes_straight`].
-    fn read_straight(&self, _index: u32, memory: Lent, done: StraightDone) {
+    /// Reads a run into memory of its length, where [`Reading::goes_straight`].
+    fn read_straight(&self, _run: Run, memory: Lent, done: StraightDone) {
         drop(memory);
         done(Err(io::ErrorKind::Unsupported.into()));
     }

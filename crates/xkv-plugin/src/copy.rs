@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender};
-use xkv_store::{Coverage, Digest, FragmentSums, SlotBuf, Summer};
+use xkv_store::{Coverage, Digest, FragmentSums, Lent, Run, Shape, SlotBuf, Summer};
 
-use crate::guard::L1Buffer;
+use crate::guard::{L1Buffer, LentPart};
 use crate::task::{Gathering, Message, Piece, Scattering};
 
 /// A multiple of the checksum's sampling stride, and half of a small first-level cache.
@@ -72,28 +72,48 @@ pub unsafe fn poke(head: &[u8], target: NonNull<u8>) {
     unsafe { target.as_ptr().copy_from_nonoverlapping(head.as_ptr(), head.len()) };
 }
 
-/// Where a fragment lies in its object's buffer, and what its checksums are bound to.
+/// Where fragments lie in their object's buffer, and what their checksums are bound to.
 pub struct Place {
     /// The whole object's buffer.
     pub buffer: Arc<L1Buffer>,
-    /// Of the fragment in the buffer, bytes.
-    pub offset: usize,
-    /// Of the fragment, bytes.
-    pub len: usize,
+    /// Of a fragment; the last one of the object may be shorter.
+    pub fragment_bytes: usize,
     /// Of the object's key.
     pub digest: Digest,
 }
 
-/// One fragment to move.
+impl Place {
+    /// A fragment's offset in the buffer and its length, bytes.
+    fn of(&self, index: u32) -> (usize, usize) {
+        let offset = index as usize * self.fragment_bytes;
+        (offset, self.fragment_bytes.min(self.buffer.len() - offset))
+    }
+
+    /// Checksums of a fragment, to be computed.
+    fn summer(&self, index: u32, coverage: Coverage) -> Summer {
+        Summer::new(&self.digest, index, self.of(index).1 as u32, coverage)
+    }
+
+    /// The bytes of a run, to be lent to a drive.
+    pub(crate) fn lend(&self, run: Run) -> Lent {
+        let (offset, _) = self.of(run.first);
+        let len = run.fragments().map(|index| self.of(index).1).sum();
+        let stride = run.step as usize * self.fragment_bytes;
+        let shape = Shape { len, piece: self.fragment_bytes, stride };
+        Lent::new(Box::new(LentPart { buffer: self.buffer.clone(), offset, shape }))
+    }
+}
+
+/// One fragment to move, or a run to sum.
 pub enum CopyJob {
     /// L1 to slot, for a store; refused when it ends later than `deadline`.
     Gather { piece: Piece, place: Place, slot: SlotBuf, deadline: Instant },
-    /// For a store straight from L1; refused as above.
+    /// A run, for a store straight from L1; refused as above.
     Sum { piece: Piece, place: Place, deadline: Instant },
     /// Slot to L1, for a load, checked against `sums`.
     Scatter { piece: Piece, place: Place, slot: SlotBuf, sums: FragmentSums, coverage: Coverage },
-    /// What the drive read straight into L1, checked against `sums`.
-    Check { piece: Piece, place: Place, sums: FragmentSums, coverage: Coverage },
+    /// A run that the drive read straight into L1, checked against `sums` of each fragment.
+    Check { piece: Piece, place: Place, sums: Vec<FragmentSums>, coverage: Coverage },
 }
 
 /// Runs jobs until there is nobody left to send some, or `closing`.
@@ -102,14 +122,14 @@ pub fn run(jobs: &Receiver<CopyJob>, inbox: &Sender<Message>, closing: &AtomicBo
         if closing.load(Ordering::Acquire) {
             return;
         }
-        let message = move_fragment(job);
+        let message = do_job(job);
         // The reactor ends with the connector; what is left then is of no use to anybody.
         let _ = inbox.send(message);
     }
 }
 
 /// Does a job, and says what came of it.
-pub fn move_fragment(job: CopyJob) -> Message {
+pub fn do_job(job: CopyJob) -> Message {
     // A panic costs its own key: without an answer the slot would count as used for ever.
     match job {
         CopyJob::Gather { piece, place, slot, deadline } => {
@@ -126,17 +146,19 @@ pub fn move_fragment(job: CopyJob) -> Message {
             Message::Scattered { piece, outcome: copied.unwrap_or(Scattering::Closed) }
         }
         CopyJob::Check { piece, place, sums, coverage } => {
-            let checked = catch_unwind(AssertUnwindSafe(|| checked(piece, &place, sums, coverage)));
+            let checked = catch_unwind(AssertUnwindSafe(|| checked(piece, &place, &sums, coverage)));
             Message::Scattered { piece, outcome: checked.unwrap_or(Scattering::Closed) }
         }
     }
 }
 
 fn gathered(piece: Piece, place: &Place, mut slot: SlotBuf, deadline: Instant) -> Gathering {
-    let mut summer = Summer::new(&place.digest, piece.index, place.len as u32, Coverage::Both);
+    let index = piece.run.first;
+    let (offset, len) = place.of(index);
+    let mut summer = place.summer(index, Coverage::Both);
     if Instant::now() >= deadline {
         Gathering::TooOld
-    } else if !place.buffer.gather(place.offset, &mut slot[..place.len], &mut summer) {
+    } else if !place.buffer.gather(offset, &mut slot[..len], &mut summer) {
         Gathering::Closed
     } else if Instant::now() >= deadline {
         // L1's lock on the bytes may have run out while they were copied.
@@ -147,41 +169,50 @@ fn gathered(piece: Piece, place: &Place, mut slot: SlotBuf, deadline: Instant) -
 }
 
 fn summed(piece: Piece, place: &Place, deadline: Instant) -> Gathering {
-    let mut summer = Summer::new(&place.digest, piece.index, place.len as u32, Coverage::Both);
     if Instant::now() >= deadline {
-        Gathering::TooOld
-    } else if !place.buffer.sum(place.offset, place.len, &mut summer) {
-        Gathering::Closed
-    } else {
-        // Whether it is too old by then is asked again when it was written.
-        Gathering::Summed(summer.finish())
+        return Gathering::TooOld;
     }
+    let sums: Option<Vec<_>> =
+        piece.run.fragments().map(|index| sums_of(index, place, Coverage::Both)).collect();
+    // Whether it is too old by then is asked again when it was written.
+    sums.map_or(Gathering::Closed, Gathering::Summed)
+}
+
+/// The checksums of a fragment where it is. None once its buffer is closed.
+fn sums_of(index: u32, place: &Place, coverage: Coverage) -> Option<FragmentSums> {
+    let (offset, len) = place.of(index);
+    let mut summer = place.summer(index, coverage);
+    place.buffer.sum(offset, len, &mut summer).then(|| summer.finish())
 }
 
 fn scattered(piece: Piece, place: &Place, slot: &[u8], sums: FragmentSums, coverage: Coverage) -> Scattering {
-    let mut summer = Summer::new(&place.digest, piece.index, place.len as u32, coverage);
-    if !place.buffer.scatter(place.offset, &slot[..place.len], &mut summer) {
+    let index = piece.run.first;
+    let (offset, len) = place.of(index);
+    let mut summer = place.summer(index, coverage);
+    if !place.buffer.scatter(offset, &slot[..len], &mut summer) {
         return Scattering::Closed;
     }
-    verdict(summer.finish(), sums, coverage)
+    if agree(summer.finish(), sums, coverage) { Scattering::Done } else { Scattering::Damaged(index) }
 }
 
-fn checked(piece: Piece, place: &Place, sums: FragmentSums, coverage: Coverage) -> Scattering {
-    let mut summer = Summer::new(&place.digest, piece.index, place.len as u32, coverage);
-    if !place.buffer.sum(place.offset, place.len, &mut summer) {
-        return Scattering::Closed;
+fn checked(piece: Piece, place: &Place, sums: &[FragmentSums], coverage: Coverage) -> Scattering {
+    for (index, &wanted) in piece.run.fragments().zip(sums) {
+        match sums_of(index, place, coverage) {
+            None => return Scattering::Closed,
+            Some(found) if !agree(found, wanted, coverage) => return Scattering::Damaged(index),
+            Some(_) => {}
+        }
     }
-    verdict(summer.finish(), sums, coverage)
+    Scattering::Done
 }
 
-fn verdict(found: FragmentSums, sums: FragmentSums, coverage: Coverage) -> Scattering {
-    let right = match coverage {
-        Coverage::Both => found == sums,
-        Coverage::Full => found.full == sums.full,
-        Coverage::Sample => found.sample == sums.sample,
+fn agree(found: FragmentSums, wanted: FragmentSums, coverage: Coverage) -> bool {
+    match coverage {
+        Coverage::Both => found == wanted,
+        Coverage::Full => found.full == wanted.full,
+        Coverage::Sample => found.sample == wanted.sample,
         Coverage::None => true,
-    };
-    if right { Scattering::Done } else { Scattering::Damaged }
+    }
 }
 
 #[cfg(test)]
@@ -216,11 +247,10 @@ mod tests {
         let place = Place {
             // SAFETY: `memory` outlives the buffer.
             buffer: Arc::new(unsafe { L1Buffer::new(address, memory.len()) }),
-            offset: 0,
-            len: memory.len(),
+            fragment_bytes: memory.len(),
             digest: Digest([3; 32]),
         };
-        let piece = Piece { class: crate::task::Class::Store, ticket: 1, index: 0, drive: 0 };
+        let piece = Piece { class: crate::task::Class::Store, ticket: 1, run: Run::one(0), drive: 0 };
         let pool = xkv_store::SlotPool::new(1, 4096).unwrap();
         let outcome = |deadline| gathered(piece, &place, pool.try_take().unwrap(), deadline);
         let now = Instant::now();

@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, RwLock};
 use xkv_store::io::engine::{IoDone, LentDone};
 use xkv_store::{
-    Begin, Error, ErrorKind, FragmentSums, Lease, Lent, ObjectKey, Result, SlotBuf, SlotPool, Store,
+    Begin, Error, ErrorKind, FragmentSums, Lease, Lent, ObjectKey, Result, Run, SlotBuf, SlotPool, Store,
     StoreConfig, StoreStats, Txn,
 };
 
 use crate::backend::{Backend, Begun, Done, DriveSet, ReadDone, Reading, StraightDone, Transaction};
 
-/// Fragments under way that keep a drive busy: twice what its engine gives it at once. More would only spread over more
-/// memory than the CPU's caches hold, and stand in the way of what comes next.
-const IN_FLIGHT_PER_DRIVE: usize = 64;
+/// Fragments under way that keep a drive busy: as many runs as its engine gives it at once. More would only spread over
+/// more memory than the CPU's caches hold, and stand in the way of what comes next.
+const IN_FLIGHT_PER_DRIVE: usize = 256;
 
 /// A store in this process, until it is closed.
 pub struct Embedded {
@@ -159,10 +159,6 @@ impl Transaction for Writing {
         self.txn.fragments()
     }
 
-    fn fragment_len(&self, index: u32) -> usize {
-        self.txn.fragment_len(index)
-    }
-
     fn drive(&self, index: u32) -> usize {
         self.txn.drive(index)
     }
@@ -176,13 +172,19 @@ impl Transaction for Writing {
         self.txn.write(index, slot, done);
     }
 
+    fn runs(&self) -> Vec<Run> {
+        self.txn.runs()
+    }
+
     fn goes_straight(&self, index: u32) -> bool {
         self.txn.goes_straight(index)
     }
 
-    fn write_straight(&mut self, index: u32, memory: Lent, sums: FragmentSums, done: LentDone) {
-        self.sums[index as usize] = sums;
-        self.txn.write_straight(index, memory, done);
+    fn write_straight(&mut self, run: Run, memory: Lent, sums: Vec<FragmentSums>, done: LentDone) {
+        for (index, sums) in run.fragments().zip(sums) {
+            self.sums[index as usize] = sums;
+        }
+        self.txn.write_straight(run, memory, done);
     }
 
     fn commit(self: Box<Self>, done: Done<Result<()>>) {
@@ -205,10 +207,6 @@ impl Reading for Leased {
         self.lease.fragments()
     }
 
-    fn fragment_len(&self, index: u32) -> usize {
-        self.lease.fragment_len(index)
-    }
-
     fn drive(&self, index: u32) -> usize {
         self.lease.drive(index)
     }
@@ -222,13 +220,17 @@ impl Reading for Leased {
         self.lease.read(index, slot, Box::new(move |slot, read| done(slot, read.map(|()| sums))));
     }
 
+    fn runs(&self) -> Vec<Run> {
+        self.lease.runs()
+    }
+
     fn goes_straight(&self, index: u32) -> bool {
         self.lease.goes_straight(index)
     }
 
-    fn read_straight(&self, index: u32, memory: Lent, done: StraightDone) {
-        let sums = self.lease.sums(index);
-        self.lease.read_straight(index, memory, Box::new(move |read| done(read.map(|()| sums))));
+    fn read_straight(&self, run: Run, memory: Lent, done: StraightDone) {
+        let sums = run.fragments().map(|index| self.lease.sums(index)).collect();
+        self.lease.read_straight(run, memory, Box::new(move |read| done(read.map(|()| sums))));
     }
 
     fn has_time(&self, index: u32) -> bool {

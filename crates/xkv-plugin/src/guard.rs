@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::RwLock;
-use xkv_store::{Lender, Summer};
+use xkv_store::{Lender, Shape, Summer};
 
 use crate::copy;
 use crate::poison::{STAMP_BYTES, Stamp};
@@ -150,8 +150,10 @@ impl L1Buffer {
 /// A part of a buffer, lent to a drive.
 pub(crate) struct LentPart {
     pub buffer: Arc<L1Buffer>,
+    /// Of the part in the buffer, bytes.
     pub offset: usize,
-    pub len: usize,
+    /// Which bytes, from there on.
+    pub shape: Shape,
 }
 
 // SAFETY: between `enter` and `leave` the buffer counts as lent. That of a load is not closed before, and until then its
@@ -161,7 +163,7 @@ unsafe impl Lender for LentPart {
     fn enter(&self) -> Option<NonNull<u8>> {
         let address = self.buffer.address.read();
         let Access::Open(start) = &*address else { return None };
-        let end = self.offset.checked_add(self.len);
+        let end = self.offset.checked_add(self.shape.span());
         assert!(end.is_some_and(|end| end <= self.buffer.len), "outside of the buffer");
         self.buffer.lent.fetch_add(1, Ordering::Relaxed);
         // SAFETY: inside the buffer, checked above.
@@ -172,8 +174,8 @@ unsafe impl Lender for LentPart {
         self.buffer.lent.fetch_sub(1, Ordering::Release);
     }
 
-    fn len(&self) -> usize {
-        self.len
+    fn shape(&self) -> Shape {
+        self.shape
     }
 }
 
@@ -240,7 +242,7 @@ mod tests {
         let stamp = Stamp::of_this_process();
         let mut memory = vec![7u8; 8192];
         let guarded = Arc::new(buffer(&mut memory));
-        let part = |offset| LentPart { buffer: guarded.clone(), offset, len: 4096 };
+        let part = |offset| LentPart { buffer: guarded.clone(), offset, shape: Shape::whole(4096) };
         let (first, second) = (part(0), part(4096));
         let lent = first.enter().unwrap();
         assert!(!guarded.fail(&stamp));

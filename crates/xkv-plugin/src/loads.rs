@@ -1,15 +1,16 @@
 //! The reactor's loads: open, read, copy out, verify.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use crossbeam_channel::Sender;
-use xkv_store::{FragmentSums, Lent, ObjectKey, SlotBuf};
+use xkv_store::{FragmentSums, ObjectKey, SlotBuf};
 
 use crate::backend::{Reading, drive_set, is_unreachable};
-use crate::copy::{CopyJob, Place, move_fragment};
-use crate::guard::LentPart;
+use crate::copy::{CopyJob, Place, do_job};
+use crate::guard::L1Buffer;
 use crate::reactor::{Reactor, show};
 use crate::stats::Miss;
 use crate::task::{
@@ -89,9 +90,9 @@ impl Reactor {
             return self.fail_load(ticket, Miss::Stalled, || "its drive does not answer".into());
         }
         load.left = Outstanding::new((0..reading.fragments()).map(drive_of));
-        for index in 0..reading.fragments() {
-            let drive = drive_of(index) as u16;
-            self.window.push(Piece { class: Class::Load, ticket, index, drive });
+        for run in reading.runs() {
+            let drive = drive_of(run.first) as u16;
+            self.window.push(Piece { class: Class::Load, ticket, run, drive });
         }
         load.reading = Some(reading);
     }
@@ -100,9 +101,11 @@ impl Reactor {
     pub(crate) fn read(&mut self, piece: Piece, slot: SlotBuf) {
         let load = &self.loads[&piece.ticket];
         let reading = load.reading.as_ref().expect("only opened objects have fragments in the window");
-        let (place, coverage) = (self.place_of(load, piece), self.shared.config.verify.coverage());
+        let index = piece.run.first;
+        let place = self.place(&load.buffer, &load.key);
+        let coverage = self.shared.config.verify.coverage();
         let (sender, copies) = (self.sender.clone(), self.copies.clone());
-        let here = reading.has_time(piece.index);
+        let here = reading.has_time(index);
         let done = move |slot, result: io::Result<FragmentSums>| match result {
             Ok(sums) => {
                 let job = CopyJob::Scatter { piece, place, slot, sums, coverage };
@@ -113,25 +116,25 @@ impl Reactor {
                 let _ = sender.send(Message::Scattered { piece, outcome: Scattering::Failed(error) });
             }
         };
-        reading.read(piece.index, slot, Box::new(done));
+        reading.read(index, slot, Box::new(done));
     }
 
-    /// Has the drive read a fragment straight into its buffer, if it can; false otherwise, and nothing happened.
+    /// Has the drive read a run straight into its buffer, if it can; false otherwise, and nothing happened.
     pub(crate) fn read_straight(&mut self, piece: Piece) -> bool {
         let Some(load) = self.loads.get(&piece.ticket).filter(|load| load.ending.is_none()) else {
             return false;
         };
         let Some(reading) = load.reading.as_ref().filter(|reading| {
             let healthy = self.slow & drive_set(piece.drive as usize) == 0;
-            load.straight && healthy && reading.goes_straight(piece.index)
+            load.straight && healthy && reading.goes_straight(piece.run.first)
         }) else {
             return false;
         };
-        let (place, coverage) = (self.place_of(load, piece), self.shared.config.verify.coverage());
-        let part = LentPart { buffer: load.buffer.clone(), offset: place.offset, len: place.len };
+        let place = self.place(&load.buffer, &load.key);
+        let (memory, coverage) = (place.lend(piece.run), self.shared.config.verify.coverage());
         let (sender, copies) = (self.sender.clone(), self.copies.clone());
-        let here = reading.has_time(piece.index);
-        let done = move |result: io::Result<FragmentSums>| match result {
+        let here = reading.has_time(piece.run.first);
+        let done = move |result: io::Result<Vec<FragmentSums>>| match result {
             Ok(sums) => hand_on(CopyJob::Check { piece, place, sums, coverage }, here, &sender, &copies),
             Err(error) => {
                 let outcome = match error.raw_os_error() {
@@ -141,18 +144,14 @@ impl Reactor {
                 let _ = sender.send(Message::Scattered { piece, outcome });
             }
         };
-        reading.read_straight(piece.index, Lent::new(Box::new(part)), Box::new(done));
+        reading.read_straight(piece.run, memory, Box::new(done));
         true
     }
 
-    fn place_of(&self, load: &LoadKey, piece: Piece) -> Place {
-        let reading = load.reading.as_ref().expect("only opened objects have fragments in the window");
-        Place {
-            buffer: load.buffer.clone(),
-            offset: piece.index as usize * self.shared.backend.fragment_bytes(),
-            len: reading.fragment_len(piece.index),
-            digest: *load.key.digest(),
-        }
+    /// Where the fragments of an object are to be found in `buffer`, which is as long as the object.
+    pub(crate) fn place(&self, buffer: &Arc<L1Buffer>, key: &ObjectKey) -> Place {
+        let fragment_bytes = self.shared.backend.fragment_bytes();
+        Place { buffer: buffer.clone(), fragment_bytes, digest: *key.digest() }
     }
 
     pub(crate) fn scattered(&mut self, piece: Piece, outcome: Scattering) {
@@ -172,18 +171,15 @@ impl Reactor {
                 self.window.push(piece);
             }
             Scattering::Done => {
-                if load.left.done(piece.drive) {
+                if load.left.done(piece.drive, piece.run.count) {
                     self.finish_load(piece.ticket);
                 }
             }
-            Scattering::Damaged => {
+            Scattering::Damaged(index) => {
                 let reading = load.reading.take();
                 reading.iter().for_each(|reading| self.discard(&**reading));
                 self.fail_load(piece.ticket, Miss::NotVerified, || {
-                    format!(
-                        "fragment {} on drive {} does not match its checksum; removed",
-                        piece.index, piece.drive
-                    )
+                    format!("fragment {index} on drive {} does not match its checksum; removed", piece.drive)
                 });
             }
             Scattering::Failed(error) if is_unreachable(&error) => {
@@ -193,7 +189,7 @@ impl Reactor {
                 let reading = load.reading.take();
                 reading.iter().for_each(|reading| self.discard(&**reading));
                 self.fail_load(piece.ticket, Miss::IoError, || {
-                    format!("fragment {} on drive {}: {error}; removed", piece.index, piece.drive)
+                    format!("{} on drive {}: {error}; removed", piece.run, piece.drive)
                 });
             }
             // The buffer is closed only when the key was answered, which took it out of `loads`.
@@ -260,7 +256,7 @@ impl Reactor {
 fn hand_on(job: CopyJob, here: bool, sender: &Sender<Message>, copies: &Sender<CopyJob>) {
     // Refused only when the connector has ended.
     if here {
-        let _ = sender.send(move_fragment(job));
+        let _ = sender.send(do_job(job));
     } else {
         let _ = copies.send(job);
     }

@@ -174,6 +174,10 @@ impl Reactor {
             if straight {
                 continue;
             }
+            if piece.run.count > 1 {
+                self.window.split(piece);
+                continue;
+            }
             // From where the object is: a slot of one session is of no use in another.
             let slot = match piece.class {
                 Class::Load => self

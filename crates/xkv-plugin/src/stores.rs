@@ -2,12 +2,11 @@
 
 use std::time::Instant;
 
-use xkv_store::{ErrorKind, Lent, ObjectKey, Result, SlotBuf};
+use xkv_store::{ErrorKind, ObjectKey, Result, SlotBuf};
 
 use crate::backend::{Begun, Transaction, UNREACHABLE, drive_set, is_unreachable};
 use crate::connector::{BACKLOG, key_fits};
-use crate::copy::{CopyJob, Place};
-use crate::guard::LentPart;
+use crate::copy::CopyJob;
 use crate::reactor::{Reactor, show};
 use crate::stats::Outcome;
 use crate::task::{Batch, Class, Gathering, Message, Operation, Outstanding, Piece, StoreKey, Submission};
@@ -111,10 +110,10 @@ impl Reactor {
         if fragments.clone().any(|index| self.stalled & drive_set(txn.drive(index)) != 0) {
             return self.settle(ticket, Outcome::Stalled, || "its drive does not answer".into());
         }
-        store.left = Outstanding::new(fragments.clone().map(|index| txn.drive(index)));
-        for index in fragments {
-            let drive = txn.drive(index) as u16;
-            self.window.push(Piece { class: Class::Store, ticket, index, drive });
+        store.left = Outstanding::new(fragments.map(|index| txn.drive(index)));
+        for run in txn.runs() {
+            let drive = txn.drive(run.first) as u16;
+            self.window.push(Piece { class: Class::Store, ticket, run, drive });
         }
         store.txn = Some(txn);
     }
@@ -122,40 +121,32 @@ impl Reactor {
     /// Has a fragment copied into `slot`.
     pub(crate) fn gather(&mut self, piece: Piece, slot: SlotBuf) {
         let store = &self.stores[&piece.ticket];
-        let (place, deadline) = (self.place_in(store, piece), store.deadline);
+        let (place, deadline) = (self.place(&store.buffer, &store.key), store.deadline);
         let _ = self.copies.send(CopyJob::Gather { piece, place, slot, deadline });
     }
 
-    /// Has a fragment summed where it is, if it can be written from there; false otherwise, and nothing happened.
+    /// Has a run summed where it is, if it can be written from there; false otherwise, and nothing happened.
     pub(crate) fn sum(&mut self, piece: Piece) -> bool {
         let Some(store) = self.stores.get(&piece.ticket) else {
             return false;
         };
         let healthy = self.slow & drive_set(piece.drive as usize) == 0;
-        let goes = |txn: &dyn Transaction| txn.goes_straight(piece.index);
+        let goes = |txn: &dyn Transaction| txn.goes_straight(piece.run.first);
         if !store.straight || !healthy || !store.txn.as_deref().is_some_and(goes) {
             return false;
         }
-        let (place, deadline) = (self.place_in(store, piece), store.deadline);
+        let (place, deadline) = (self.place(&store.buffer, &store.key), store.deadline);
         let _ = self.copies.send(CopyJob::Sum { piece, place, deadline });
         true
     }
 
-    fn place_in(&self, store: &StoreKey, piece: Piece) -> Place {
-        let txn = store.txn.as_ref().expect("only begun objects have fragments in the window");
-        Place {
-            buffer: store.buffer.clone(),
-            offset: piece.index as usize * self.shared.backend.fragment_bytes(),
-            len: txn.fragment_len(piece.index),
-            digest: *store.key.digest(),
-        }
-    }
-
     pub(crate) fn gathered(&mut self, piece: Piece, outcome: Gathering) {
-        let Some(store) = self.stores.get_mut(&piece.ticket) else {
+        let Some(store) = self.stores.get(&piece.ticket) else {
             drop(outcome);
             return self.window.landed(&piece);
         };
+        let place = self.place(&store.buffer, &store.key);
+        let store = self.stores.get_mut(&piece.ticket).expect("found above");
         match outcome {
             Gathering::Done(slot, sums) => {
                 let sender = self.sender.clone();
@@ -164,7 +155,7 @@ impl Reactor {
                     let _ = sender.send(Message::Written { piece, straight: false, result });
                 };
                 let txn = store.txn.as_mut().expect("a store in progress has its transaction");
-                txn.write(piece.index, slot, sums, Box::new(done));
+                txn.write(piece.run.first, slot, sums, Box::new(done));
             }
             Gathering::Summed(sums) => {
                 let sender = self.sender.clone();
@@ -172,10 +163,7 @@ impl Reactor {
                     let _ = sender.send(Message::Written { piece, straight: true, result });
                 };
                 let txn = store.txn.as_mut().expect("a store in progress has its transaction");
-                let offset = piece.index as usize * self.shared.backend.fragment_bytes();
-                let len = txn.fragment_len(piece.index);
-                let part = LentPart { buffer: store.buffer.clone(), offset, len };
-                txn.write_straight(piece.index, Lent::new(Box::new(part)), sums, Box::new(done));
+                txn.write_straight(piece.run, place.lend(piece.run), sums, Box::new(done));
             }
             Gathering::TooOld | Gathering::Closed => {
                 self.window.landed(&piece);
@@ -209,11 +197,10 @@ impl Reactor {
             } else {
                 Outcome::Failed
             };
-            return self.settle(ticket, outcome, || {
-                format!("fragment {} on drive {}: {error}", piece.index, piece.drive)
-            });
+            return self
+                .settle(ticket, outcome, || format!("{} on drive {}: {error}", piece.run, piece.drive));
         }
-        if store.left.done(piece.drive)
+        if store.left.done(piece.drive, piece.run.count)
             && let Some(txn) = store.txn.take()
         {
             let sender = self.sender.clone();

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use xkv_store::{FragmentSums, ObjectKey, Result, SlotBuf};
+use xkv_store::{FragmentSums, ObjectKey, Result, Run, SlotBuf};
 
 use crate::backend::{Begun, DriveSet, Reading, Transaction};
 use crate::guard::L1Buffer;
@@ -85,13 +85,20 @@ pub enum Class {
     Store = 1,
 }
 
-/// One fragment of one key in progress.
+/// One or several fragments of one key in progress: what one I/O moves.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece {
     pub class: Class,
     pub ticket: u64,
-    pub index: u32,
+    pub run: Run,
     pub drive: u16,
+}
+
+impl Piece {
+    /// Its fragments, one by one.
+    pub fn split(self) -> impl DoubleEndedIterator<Item = Piece> {
+        self.run.fragments().map(move |index| Piece { run: Run::one(index), ..self })
+    }
 }
 
 /// A submitted get or set.
@@ -118,8 +125,8 @@ pub struct Question {
 /// What happened to a fragment on its way into a slot.
 pub enum Gathering {
     Done(SlotBuf, FragmentSums),
-    /// It stays where it is, and is written from there.
-    Summed(FragmentSums),
+    /// It stays where it is, and is written from there; of each fragment.
+    Summed(Vec<FragmentSums>),
     TooOld,
     Closed,
 }
@@ -127,7 +134,8 @@ pub enum Gathering {
 /// What happened to a fragment on its way out of a slot.
 pub enum Scattering {
     Done,
-    Damaged,
+    /// The fragment does not match its checksum.
+    Damaged(u32),
     Closed,
     Failed(std::io::Error),
     /// The drive, or the system, does not read straight into this buffer.
@@ -254,10 +262,10 @@ impl Outstanding {
         outstanding
     }
 
-    /// A fragment is through; true when it was the last.
-    pub fn done(&mut self, drive: u16) -> bool {
-        self.by_drive[drive as usize] -= 1;
-        self.total -= 1;
+    /// So many fragments of a drive are through; true when they were the last.
+    pub fn done(&mut self, drive: u16, fragments: u32) -> bool {
+        self.by_drive[drive as usize] -= fragments;
+        self.total -= fragments;
         self.total == 0
     }
 

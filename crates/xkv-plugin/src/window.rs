@@ -67,8 +67,9 @@ impl Window {
         }
         let piece = piece?;
         self.store_had_last = piece.class == Class::Store;
-        self.busy[piece.drive as usize] += 1;
-        self.lanes[piece.class as usize].in_flight += 1;
+        let fragments = piece.run.count as usize;
+        self.busy[piece.drive as usize] += fragments;
+        self.lanes[piece.class as usize].in_flight += fragments;
         Some(piece)
     }
 
@@ -88,14 +89,23 @@ impl Window {
 
     /// Takes back the slot of `piece`.
     pub fn landed(&mut self, piece: &Piece) {
-        self.busy[piece.drive as usize] -= 1;
-        self.lanes[piece.class as usize].in_flight -= 1;
+        let fragments = piece.run.count as usize;
+        self.busy[piece.drive as usize] -= fragments;
+        self.lanes[piece.class as usize].in_flight -= fragments;
     }
 
     /// Puts a fragment that [`Window::next`] gave back to the front: there was no slot.
     pub fn put_back(&mut self, piece: Piece) {
         self.landed(&piece);
         self.lanes[piece.class as usize].queues[piece.drive as usize].push_front(piece);
+    }
+
+    /// Puts the fragments of a run that [`Window::next`] gave back to the front, one by one.
+    pub fn split(&mut self, piece: Piece) {
+        self.landed(&piece);
+        for alone in piece.split().rev() {
+            self.lanes[piece.class as usize].queues[piece.drive as usize].push_front(alone);
+        }
     }
 
     /// Forgets what is queued for a drive.
@@ -105,7 +115,7 @@ impl Window {
         }
     }
 
-    /// Fragments that wait for a slot alone, not for a drive that has its share.
+    /// I/Os that wait for a slot alone, not for a drive that has its share.
     pub fn ready(&self, class: Class) -> usize {
         let queues = self.lanes[class as usize].queues.iter().zip(&self.busy);
         queues.filter(|(_, busy)| **busy < self.drive_cap).map(|(queue, _)| queue.len()).sum()
@@ -120,11 +130,12 @@ impl Window {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use xkv_store::Run;
 
     fn fill(window: &mut Window, class: Class, drives: u16, per_drive: u32) {
         for index in 0..per_drive {
             for drive in 0..drives {
-                window.push(Piece { class, ticket: 1, index, drive });
+                window.push(Piece { class, ticket: 1, run: Run::one(index), drive });
             }
         }
     }
@@ -175,7 +186,7 @@ mod tests {
         for drives in 2..=8 {
             let mut window = Window::new(64, drives as usize);
             for index in 0..1000 {
-                window.push(Piece { class: Class::Load, ticket: 1, index, drive: 0 });
+                window.push(Piece { class: Class::Load, ticket: 1, run: Run::one(index), drive: 0 });
             }
             let stuck = take_all(&mut window, 64).len();
             assert!(stuck <= 44, "{drives} drives: {stuck} slots");
@@ -194,7 +205,7 @@ mod tests {
         let first = window.next().unwrap();
         window.put_back(first);
         assert_eq!(window.in_flight(), 0);
-        assert_eq!(window.next().unwrap().index, 0);
+        assert_eq!(window.next().unwrap().run.first, 0);
         window.clear(0);
         assert!(window.next().is_none());
     }

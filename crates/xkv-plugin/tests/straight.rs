@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use common::{Client, FRAGMENT, MIB, Memory, Via, config, contents};
 use parking_lot::Mutex;
 use xkv_plugin::Config;
+use xkv_store::RUN_BYTES;
 use xkv_store::io::Device;
 use xkv_store::io::device::testing::{Calls, Effect, Fault, FaultyDevice, MemoryDevice, StallDevice};
 
@@ -80,7 +81,15 @@ fn quick() -> Config {
 fn whole_blocks_of_aligned_buffers_go_straight_and_the_rest_through_slots() {
     let drive = Witness::new(MemoryDevice::new(16 * MIB));
     let mut client = client(drive.clone(), config());
-    for (len, straight, through_slots) in [(3 * FRAGMENT, 3, 0), (3 * FRAGMENT + 100, 3, 1), (100, 0, 1)] {
+    // Neighbouring fragments go in one, up to half of the object.
+    let run = RUN_BYTES / FRAGMENT;
+    let cases = [
+        (3 * FRAGMENT, 2, 3, 0),
+        (3 * FRAGMENT + 100, 2, 3, 1),
+        ((2 * run + 1) * FRAGMENT, 3, 2 * run + 1, 0),
+        (100, 0, 0, 1),
+    ];
+    for (len, straight, whole, through_slots) in cases {
         let name = len.to_string();
         let mut memory = Memory::aligned(len);
         memory.write(&contents(len as u64, len));
@@ -98,7 +107,36 @@ fn whole_blocks_of_aligned_buffers_go_straight_and_the_rest_through_slots() {
         let id = client.get(&[&name], &[memory]);
         assert_eq!(client.results(id), [true]);
         assert_eq!(memory.bytes(), contents(len as u64, len));
-        assert_eq!(drive.reads(&memory), (0, straight + through_slots), "{len} bytes, not aligned");
+        assert_eq!(drive.reads(&memory), (0, whole + through_slots), "{len} bytes, not aligned");
+    }
+}
+
+/// Striped over drives, an object's neighbours on a drive are apart in memory; each drive is asked once for them all.
+#[test]
+fn stripes_go_straight_in_one_go_per_drive() {
+    let drives: Vec<_> = (0..3).map(|_| Witness::new(MemoryDevice::new(16 * MIB))).collect();
+    let devices: Vec<Arc<dyn Device>> = drives.iter().map(|drive| drive.clone() as Arc<dyn Device>).collect();
+    let mut client = Client::on(Via::Embedded, &devices, 16, config());
+    // Not a multiple of the number of drives, and with a tail that goes through a slot.
+    let len = 20 * FRAGMENT + 100;
+    for seed in 1..=3 {
+        let mut memory = Memory::aligned(len);
+        memory.write(&contents(seed, len));
+        let id = client.set(&[&seed.to_string()], &[memory]);
+        assert!(client.ok(id));
+    }
+    for seed in 1..=3 {
+        let memory = Memory::aligned(len);
+        drives.iter().for_each(|drive| drive.reads.lock().clear());
+        let id = client.get(&[&seed.to_string()], &[memory]);
+        assert_eq!(client.results(id), [true]);
+        assert_eq!(memory.bytes(), contents(seed, len));
+        // The threads of these drives read every piece by itself.
+        let read = drives
+            .iter()
+            .map(|drive| drive.reads(&memory))
+            .fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+        assert_eq!(read, (20, 1));
     }
 }
 
@@ -115,7 +153,7 @@ fn what_the_system_does_not_read_straight_goes_through_a_slot() {
         assert_eq!(memory.bytes(), contents(1, 2 * FRAGMENT));
         assert_eq!(client.present(&["a"]), [true], "not taken for damaged");
 
-        faulty.inject(Fault { times: 2, ..Fault::every(Calls::WRITES, Effect::Errno(errno)) });
+        faulty.inject(Fault { times: 1, ..Fault::every(Calls::WRITES, Effect::Errno(errno)) });
         let mut memory = Memory::aligned(2 * FRAGMENT);
         memory.write(&contents(2, 2 * FRAGMENT));
         let id = client.set(&["b"], &[memory]);
@@ -130,7 +168,7 @@ fn a_wrong_bit_and_an_error_are_misses_that_leave_a_stamp() {
         let faulty = FaultyDevice::new(MemoryDevice::new(16 * MIB));
         let mut client = client(faulty.clone(), config());
         assert!(client.put("a", 1, 2 * FRAGMENT));
-        faulty.inject(Fault { after: 1, times: 1, ..Fault::every(Calls::READS, effect) });
+        faulty.inject(Fault { times: 1, ..Fault::every(Calls::READS, effect) });
         let memory = Memory::aligned(2 * FRAGMENT);
         let id = client.get(&["a"], &[memory]);
         assert_eq!(client.results(id), [false], "{effect:?}");

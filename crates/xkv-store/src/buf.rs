@@ -69,27 +69,57 @@ impl Drop for SlotBuf {
     }
 }
 
+/// How memory lies: pieces of `piece` bytes, their starts `stride` bytes apart, `len` bytes in all; the last piece may be
+/// shorter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Bytes of all pieces.
+    pub len: usize,
+    /// Bytes of a piece.
+    pub piece: usize,
+    /// From the start of a piece to that of the next, at least `piece`.
+    pub stride: usize,
+}
+
+impl Shape {
+    /// `len` bytes in one piece.
+    pub fn whole(len: usize) -> Self {
+        Self { len, piece: len, stride: len }
+    }
+
+    /// Where the byte at `position` of the transfer lies from the start of the memory, and how many follow it there.
+    fn at(&self, position: usize) -> (usize, usize) {
+        if self.stride == self.piece {
+            return (position, self.len - position);
+        }
+        let (number, within) = (position / self.piece, position % self.piece);
+        (number * self.stride + within, (self.piece - within).min(self.len - position))
+    }
+
+    /// Bytes from the start of the memory to the end of its last piece.
+    pub fn span(&self) -> usize {
+        self.len.checked_sub(1).map_or(0, |last| self.at(last).0 + 1)
+    }
+}
+
 /// Memory of somebody else that a transfer may go to, as long as its owner does not take it back.
 ///
 /// # Safety
-/// From [`Lender::enter`] until the matching [`Lender::leave`], [`Lender::len`] bytes at the address are mapped; for a read
-/// from a device they are writable and nobody else uses them, for a write to one nobody else writes them.
+/// From [`Lender::enter`] until the matching [`Lender::leave`], the bytes of [`Lender::shape`] from the address on are mapped;
+/// for a read from a device they are writable and nobody else uses them, for a write to one nobody else writes them.
 pub unsafe trait Lender: Send + Sync + 'static {
     /// Called when the transfer is given to the device. None when the owner has taken the memory back.
     fn enter(&self) -> Option<NonNull<u8>>;
     /// Called when the device is done with it.
     fn leave(&self);
-    /// Bytes.
-    fn len(&self) -> usize;
-    /// Whether there are none.
-    fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
+    /// Which bytes, from the address on; the same at every call.
+    fn shape(&self) -> Shape;
 }
 
 /// Memory that is lent for one transfer.
 pub struct Lent {
     lender: Box<dyn Lender>,
+    shape: Shape,
     start: Option<NonNull<u8>>,
 }
 
@@ -99,12 +129,12 @@ unsafe impl Send for Lent {}
 impl Lent {
     /// Memory of `lender`.
     pub fn new(lender: Box<dyn Lender>) -> Self {
-        Self { lender, start: None }
+        Self { shape: lender.shape(), lender, start: None }
     }
 
     /// Bytes.
     pub fn len(&self) -> usize {
-        self.lender.len()
+        self.shape.len
     }
 
     /// Whether there are none.
@@ -120,11 +150,14 @@ impl Lent {
         self.start.is_some()
     }
 
-    /// The bytes; they must have been entered.
-    pub(crate) fn bytes(&mut self) -> &mut [u8] {
+    /// The bytes from `position` of the transfer to the end of their piece; they must have been entered.
+    pub(crate) fn piece(&mut self, position: usize) -> &mut [u8] {
         let start = self.start.expect("entered before its bytes are used");
-        // SAFETY: entered and not left, so the contract of `Lender` holds; `&mut self` makes the access exclusive.
-        unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), self.lender.len()) }
+        assert!(position < self.shape.len, "outside of the memory that was lent");
+        let (offset, len) = self.shape.at(position);
+        // SAFETY: entered and not left, so the contract of `Lender` holds, and the bytes are of its shape; `&mut self`
+        // makes the access exclusive.
+        unsafe { std::slice::from_raw_parts_mut(start.add(offset).as_ptr(), len) }
     }
 }
 
@@ -284,6 +317,20 @@ impl SlotPool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_shape_finds_every_byte() {
+        let whole = Shape::whole(100);
+        assert_eq!((whole.at(0), whole.at(99), whole.span()), ((0, 100), (99, 1), 100));
+        let pieces = Shape { len: 25, piece: 10, stride: 40 };
+        assert_eq!(
+            (pieces.at(0), pieces.at(9), pieces.at(13), pieces.at(20)),
+            ((0, 10), (9, 1), (43, 7), (80, 5))
+        );
+        assert_eq!(pieces.span(), 85);
+        let together = Shape { len: 25, piece: 10, stride: 10 };
+        assert_eq!((together.at(13), together.span()), ((13, 12), 25));
+    }
 
     #[test]
     fn slots_are_aligned_apart_and_come_back() {

@@ -17,6 +17,7 @@ use crate::key::Digest;
 use crate::layout::Uuid;
 use crate::record::{self, manifest_bytes};
 use crate::recover::Live;
+use crate::run::{self, Run};
 use crate::signals::Signals;
 
 /// One drive: where its slots are, and what moves bytes.
@@ -162,8 +163,25 @@ impl Inner {
         len.is_multiple_of(BLOCK) && self.drives[self.allocator.place(slot).0].device.goes_straight()
     }
 
-    /// Starts the I/O of one slot in memory of somebody else.
-    pub(crate) fn io_straight(&self, op: IoOp, slot: u32, memory: Lent, done: LentDone) {
+    /// The runs of an object of `size` bytes in these slots.
+    pub(crate) fn runs(&self, slots: &[u32], size: u64) -> Vec<Run> {
+        let place = |(index, &slot): (usize, &u32)| {
+            let straight = self.goes_straight(slot, self.fragment_len(size, index as u32));
+            straight.then(|| self.allocator.place(slot))
+        };
+        run::runs(slots.iter().enumerate().map(place), self.fragment_bytes, self.drives.len())
+    }
+
+    /// Starts the I/O of a run of the object in `slots`, in memory of somebody else.
+    pub(crate) fn io_straight(&self, op: IoOp, slots: &[u32], run: Run, memory: Lent, done: LentDone) {
+        let slot = slots[run.first as usize];
+        // What follows on the drive must be the object's own.
+        assert!(
+            (slot..).zip(run.fragments()).all(|(slot, index)| slots[index as usize] == slot)
+                && memory.len() <= run.count as usize * self.fragment_bytes,
+            "{run:?} is not a run of {slots:?}, or has other than {} bytes",
+            memory.len()
+        );
         let (drive, slot) = self.allocator.place(slot);
         let drive = &self.drives[drive];
         let offset = drive.slots_offset + u64::from(slot) * self.fragment_bytes as u64;

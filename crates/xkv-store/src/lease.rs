@@ -10,6 +10,7 @@ use crate::inner::Inner;
 use crate::io::Op as IoOp;
 use crate::io::engine::{IoDone, LentDone};
 use crate::key::ObjectKey;
+use crate::run::Run;
 
 /// An object being read: while it lives the object is not evicted and its slots are not reused.
 pub struct Lease {
@@ -83,16 +84,20 @@ impl Lease {
         self.store.drives[self.drive(index)].engine.has_time()
     }
 
-    /// Reads fragment `index` into memory of exactly its length, see [`Lease::goes_straight`]. The memory is given back
-    /// before `done` is called.
-    pub fn read_straight(&self, index: u32, memory: Lent, done: LentDone) {
+    /// The object in runs: fragments to be read in one go where they go straight, the others one by one.
+    pub fn runs(&self) -> Vec<Run> {
+        self.store.runs(self.entry.slots.numbers(), self.entry.size)
+    }
+
+    /// Reads a run of [`Lease::runs`] into memory of exactly its length, see [`Lease::goes_straight`]. The memory is given
+    /// back before `done` is called.
+    pub fn read_straight(&self, run: Run, memory: Lent, done: LentDone) {
         let (entry, store) = (self.entry.clone(), self.store.clone());
-        let slot = entry.slots.numbers()[index as usize];
         let done = Box::new(move |outcome| {
             store.counters.io.fetch_add(1, Ordering::Relaxed);
             drop((entry, store));
             done(outcome);
         });
-        self.store.io_straight(IoOp::Read, slot, memory, done);
+        self.store.io_straight(IoOp::Read, self.entry.slots.numbers(), run, memory, done);
     }
 }

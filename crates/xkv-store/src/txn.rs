@@ -16,6 +16,7 @@ use crate::inner::Inner;
 use crate::io::engine::{IoDone, LentDone};
 use crate::io::{BLOCK, Op as IoOp};
 use crate::key::ObjectKey;
+use crate::run::Run;
 
 /// An object being written.
 pub struct Txn(Arc<TxnInner>);
@@ -40,13 +41,13 @@ impl TxnInner {
         self.store.index.claimed(self.key.digest(), &self.token)
     }
 
-    /// The write of a slot has ended.
-    fn wrote(&self, slot: u32, outcome: &io::Result<()>) {
+    /// The write of a run has ended.
+    fn wrote(&self, run: Run, outcome: &io::Result<()>) {
         self.store.counters.io.fetch_add(1, Ordering::Relaxed);
         if outcome.is_ok() {
-            let drive = self.store.allocator.place(slot).0;
+            let drive = self.store.allocator.place(self.numbers[run.first as usize]).0;
             self.store.drives[drive].dirty.store(true, Ordering::SeqCst);
-            self.written.fetch_add(1, Ordering::SeqCst);
+            self.written.fetch_add(run.count, Ordering::SeqCst);
         }
     }
 
@@ -107,7 +108,7 @@ impl Txn {
         buf[len..len.next_multiple_of(BLOCK)].fill(0);
         let slot = self.0.numbers[index as usize];
         let done = Box::new(move |buf, outcome: io::Result<()>| {
-            txn.wrote(slot, &outcome);
+            txn.wrote(Run::one(index), &outcome);
             drop(txn);
             done(buf, outcome);
         });
@@ -119,17 +120,21 @@ impl Txn {
         self.0.store.goes_straight(self.0.numbers[index as usize], self.fragment_len(index))
     }
 
-    /// As [`Txn::write`], from memory of exactly the fragment's length, see [`Txn::goes_straight`]. It is given back before
-    /// `done` is called.
-    pub fn write_straight(&self, index: u32, memory: Lent, done: LentDone) {
+    /// The object in runs: fragments to be written in one go where they go straight, the others one by one.
+    pub fn runs(&self) -> Vec<Run> {
+        self.0.store.runs(&self.0.numbers, self.0.size)
+    }
+
+    /// As [`Txn::write`], of a run of [`Txn::runs`] from memory of exactly its length, see [`Txn::goes_straight`]. It is given
+    /// back before `done` is called.
+    pub fn write_straight(&self, run: Run, memory: Lent, done: LentDone) {
         let txn = self.0.clone();
-        let slot = self.0.numbers[index as usize];
         let done = Box::new(move |outcome: io::Result<()>| {
-            txn.wrote(slot, &outcome);
+            txn.wrote(run, &outcome);
             drop(txn);
             done(outcome);
         });
-        self.0.store.io_straight(IoOp::Write, slot, memory, done);
+        self.0.store.io_straight(IoOp::Write, &self.0.numbers, run, memory, done);
     }
 
     /// Makes the object visible and durable; `sums` has one entry per fragment. All writes must have succeeded.

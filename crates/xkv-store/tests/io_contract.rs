@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -19,9 +20,9 @@ use xkv_store::io::device::testing::{
     Calls, Effect, Fault, FaultyDevice, MemoryDevice, StallDevice, ThrottledDevice,
 };
 use xkv_store::io::device::{self, OpenOptions};
-use xkv_store::io::engine::{self, EngineLoad, IoEngine, IoRequest};
+use xkv_store::io::engine::{self, EngineLoad, IoEngine, IoRequest, LentRequest};
 use xkv_store::io::{BLOCK, Device, DirectIo, EngineKind, Op};
-use xkv_store::{SlotBuf, SlotPool};
+use xkv_store::{Lender, Lent, Shape, SlotBuf, SlotPool};
 
 const MIB: u64 = 1 << 20;
 const DRIVE: u64 = 16 * MIB;
@@ -199,6 +200,107 @@ fn bytes_come_back(rig: &Rig, round: u64) {
     assert_eq!(rig.engine.load(), EngineLoad::default());
 }
 
+/// Pages that live as long as the test, lent in pieces.
+struct Pages {
+    start: NonNull<u8>,
+    shape: Shape,
+}
+
+// SAFETY: plain memory, which is never freed.
+unsafe impl Send for Pages {}
+// SAFETY: as above; nobody touches it while it is lent.
+unsafe impl Sync for Pages {}
+
+// SAFETY: the memory is never freed, and `Pages::bytes` is only called before and after a transfer.
+unsafe impl Lender for Pages {
+    fn enter(&self) -> Option<NonNull<u8>> {
+        Some(self.start)
+    }
+
+    fn leave(&self) {}
+
+    fn shape(&self) -> Shape {
+        self.shape
+    }
+}
+
+impl Pages {
+    /// Memory of `shape`, filled with `byte` also between its pieces.
+    fn new(shape: Shape, byte: u8) -> Self {
+        let memory = Box::leak(vec![byte; shape.span() + BLOCK].into_boxed_slice());
+        let skip = memory.as_ptr().align_offset(BLOCK);
+        Self { start: NonNull::from(&mut memory[skip]), shape }
+    }
+
+    fn lend(&self) -> Lent {
+        Lent::new(Box::new(Self { ..*self }))
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: `span` bytes were made in `new`, and nothing has them at the moment.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.shape.span()) }
+    }
+
+    /// The bytes of all pieces.
+    fn joined(&mut self) -> Vec<u8> {
+        let Shape { len, piece, stride } = self.shape;
+        let mut joined: Vec<u8> =
+            self.bytes().chunks(stride).flat_map(|chunk| &chunk[..chunk.len().min(piece)]).copied().collect();
+        joined.truncate(len);
+        joined
+    }
+
+    fn fill(&mut self, joined: &[u8]) {
+        let Shape { piece, stride, .. } = self.shape;
+        for (place, bytes) in self.bytes().chunks_mut(stride).zip(joined.chunks(piece)) {
+            place[..bytes.len()].copy_from_slice(bytes);
+        }
+    }
+
+    /// Whether every byte between the pieces is `byte`.
+    fn untouched_between(&mut self, byte: u8) -> bool {
+        let Shape { piece, stride, .. } = self.shape;
+        self.bytes().chunks(stride).all(|chunk| chunk.iter().skip(piece).all(|&b| b == byte))
+    }
+}
+
+/// Moves lent memory, and waits for it.
+fn move_lent(engine: &dyn IoEngine, op: Op, offset: u64, memory: Lent) -> io::Result<()> {
+    let (tx, rx) = unbounded();
+    let done = Box::new(move |outcome| tx.send(outcome).unwrap());
+    engine.submit_lent(LentRequest { op, offset, memory, done });
+    rx.recv_timeout(PATIENCE).expect("an answer is missing")
+}
+
+const SHAPES: [Shape; 4] = [
+    Shape { len: 5 * BLOCK, piece: 5 * BLOCK, stride: 5 * BLOCK },
+    Shape { len: 8 * BLOCK, piece: 2 * BLOCK, stride: 2 * BLOCK },
+    Shape { len: 8 * BLOCK, piece: 2 * BLOCK, stride: 6 * BLOCK },
+    // The last one is shorter.
+    Shape { len: 10 * BLOCK, piece: 3 * BLOCK, stride: 4 * BLOCK },
+];
+
+/// Memory of somebody else, in one piece and in several, goes to one place of the drive and back.
+fn pieces_go_where_they_belong(rig: &Rig) {
+    for (round, shape) in SHAPES.into_iter().enumerate() {
+        let (round, offset) = (round as u64, 7 * BLOCK as u64);
+        let mut wanted = vec![0; shape.len];
+        pattern(round, offset, &mut wanted);
+        let mut source = Pages::new(shape, 1);
+        source.fill(&wanted);
+        move_lent(&*rig.engine, Op::Write, offset, source.lend()).unwrap();
+        rig.submit(round, Op::Read, offset, shape.len, rig.slot());
+        let answer = rig.inbox.next();
+        answer.outcome.unwrap();
+        assert!(holds_pattern(round, offset, &answer.buf[..shape.len]), "{shape:?}");
+        drop(answer.buf);
+        let mut target = Pages::new(shape, 2);
+        move_lent(&*rig.engine, Op::Read, offset, target.lend()).unwrap();
+        assert!(target.joined() == wanted, "{shape:?}");
+        assert!(target.untouched_between(2), "{shape:?}");
+    }
+}
+
 /// Several threads at once, each on its own part of the drive: what was answered as written is read.
 fn threads_do_not_disturb_each_other(rig: &Rig) {
     const THREADS: u64 = 4;
@@ -329,6 +431,12 @@ macro_rules! contract {
                 let Some(rig) = rig(48) else { return };
                 super::bytes_come_back(&rig, 1);
                 super::bytes_come_back(&rig, 2);
+            }
+
+            #[test]
+            fn pieces_go_where_they_belong() {
+                let Some(rig) = rig(1) else { return };
+                super::pieces_go_where_they_belong(&rig);
             }
 
             #[test]
@@ -714,6 +822,41 @@ fn short_transfers_are_completed() {
             tx.send((outcome, written))
         });
         inbox.next().outcome.unwrap();
+        let (outcome, written) = rx.recv_timeout(PATIENCE).unwrap();
+        outcome.unwrap();
+        assert!(written == wanted, "{kind:?}");
+    }
+}
+
+/// As above, where the memory lies in pieces and the transfer stops in the middle of one.
+#[test]
+fn short_transfers_go_on_within_a_piece() {
+    let shape = Shape { len: 40 * BLOCK, piece: 3 * BLOCK, stride: 5 * BLOCK };
+    let mut wanted = vec![0; shape.len];
+    pattern(1, 0, &mut wanted);
+    for kind in BOTH {
+        let (ours, mut theirs) = io::pipe().unwrap();
+        let Some(engine) = start(ShortDevice::on(ours), kind, 4) else {
+            continue;
+        };
+        let sent = wanted.clone();
+        std::thread::spawn(move || sent.chunks(5_003).try_for_each(|p| theirs.write_all(p)));
+        let mut pages = Pages::new(shape, 3);
+        move_lent(&*engine, Op::Read, 0, pages.lend()).unwrap();
+        assert!(pages.joined() == wanted, "{kind:?}");
+        assert!(pages.untouched_between(3), "{kind:?}");
+
+        let (mut theirs, ours) = io::pipe().unwrap();
+        let Some(engine) = start(ShortDevice::on(ours), kind, 4) else {
+            continue;
+        };
+        let (tx, rx) = unbounded();
+        std::thread::spawn(move || {
+            let mut written = vec![0; 40 * BLOCK];
+            let outcome = theirs.read_exact(&mut written);
+            tx.send((outcome, written))
+        });
+        move_lent(&*engine, Op::Write, 0, pages.lend()).unwrap();
         let (outcome, written) = rx.recv_timeout(PATIENCE).unwrap();
         outcome.unwrap();
         assert!(written == wanted, "{kind:?}");

@@ -41,6 +41,9 @@ COLUMNS = {
     "miss": "lookup miss us/key",
 }
 
+EXTRAS = ("fio", "memcpy, one thread")
+"""Measured beside the adapters."""
+
 Figures = dict[str, float]
 Case = tuple[str, int, int]
 """Folder, bytes of an object, objects of a batch."""
@@ -131,15 +134,17 @@ def measure(case: Case, workers: list[Worker], rounds: int, total: int) -> list[
             worker.do("open", spec=spec, folder=str(home), size=size)
         for round_ in range(rounds + 1):
             figures: dict[str, Figures] = {}
-            for worker in workers:
+            # Each round somebody else is first: what a turn leaves behind in the drive is not always the same one's.
+            first = round_ % len(workers)
+            for worker in workers[first:] + workers[:first]:
                 figures[worker.name] = turn(worker, case, count, 2 * round_)
             read, write = (
                 target.fio(Path(place), way, total, FRAGMENT_BYTES, DEPTH) for way in ("read", "write")
             )
             if read and write:
-                figures["fio"] = {"cold": read, "again": read, "durable": write, "store": write}
+                figures[EXTRAS[0]] = {"cold": read, "again": read, "durable": write, "store": write}
             copied = target.memcpy()
-            figures["memcpy, one thread"] = {"again": copied, "store": copied}
+            figures[EXTRAS[1]] = {"again": copied, "store": copied}
             click.echo(f"  round {round_} of {rounds}", err=True)
             results.append(figures)
         for worker in workers:
@@ -168,7 +173,8 @@ def report(case: Case, rounds: list[dict[str, Figures]], ours: list[str]) -> lis
 
     folder, size, batch = case
     title = f"{folder}: objects of {size / MIB:g} MiB, batches of {batch}, {len(rounds)} rounds"
-    names = list(rounds[0])
+    names = [*ADAPTERS, *EXTRAS]
+    names = [name for name in names if name in rounds[0]]
     figures = Table("", *names, title=f"{title}; median (min-max)")
     for key, label in COLUMNS.items():
         values = [columns_of(rounds, name)[key] for name in names]

@@ -307,10 +307,6 @@ impl Reading for Leased {
         self.shape.fragments()
     }
 
-    fn fragment_len(&self, index: u32) -> usize {
-        self.shape.fragment_len(index)
-    }
-
     fn drive(&self, index: u32) -> usize {
         self.shape.drive(index)
     }
@@ -369,10 +365,6 @@ impl Drop for Writing {
 impl Transaction for Writing {
     fn fragments(&self) -> u32 {
         self.shape.fragments()
-    }
-
-    fn fragment_len(&self, index: u32) -> usize {
-        self.shape.fragment_len(index)
     }
 
     fn drive(&self, index: u32) -> usize {

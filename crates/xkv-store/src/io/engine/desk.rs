@@ -67,12 +67,22 @@ impl Memory {
         }
     }
 
-    /// The bytes, after [`Memory::enter`].
-    pub fn bytes(&mut self) -> &mut [u8] {
+    /// The bytes from `position` on, as far as they lie together, after [`Memory::enter`].
+    fn piece(&mut self, position: usize) -> &mut [u8] {
         match self {
-            Memory::Slot(slot, _) => slot,
-            Memory::Lent(lent, _) => lent.bytes(),
+            Memory::Slot(slot, _) => &mut slot[position..],
+            Memory::Lent(lent, _) => lent.piece(position),
         }
+    }
+}
+
+impl Request {
+    /// The bytes from `position` of the request on, as far as they lie together; its memory must have been entered.
+    pub fn piece(&mut self, position: usize) -> &mut [u8] {
+        let rest = self.len - position;
+        let piece = self.memory.piece(position);
+        let len = piece.len().min(rest);
+        &mut piece[..len]
     }
 }
 

@@ -48,11 +48,17 @@ fn serve(desk: &Desk, device: &dyn Device) {
             if !request.memory.enter() {
                 return Err(taken_back());
             }
-            let bytes = &mut request.memory.bytes()[..request.len];
-            match request.op {
-                Op::Read => device.read_at(bytes, request.offset),
-                Op::Write => device.write_at(bytes, request.offset),
+            let mut done = 0;
+            while done < request.len {
+                let (op, offset) = (request.op, request.offset + done as u64);
+                let piece = request.piece(done);
+                match op {
+                    Op::Read => device.read_at(piece, offset),
+                    Op::Write => device.write_at(piece, offset),
+                }?;
+                done += piece.len();
             }
+            Ok(())
         }));
         let outcome = moved.unwrap_or_else(|panic| {
             Err(io::Error::other(format!("{}: {}", device.name(), panic_text(&*panic))))

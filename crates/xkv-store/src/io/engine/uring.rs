@@ -156,6 +156,41 @@ struct Flight {
     request: Request,
     done: usize,
     retries: u32,
+    /// Where the rest of a request is whose memory lies in several pieces; the kernel reads it.
+    pieces: Vec<libc::iovec>,
+}
+
+impl Flight {
+    fn new(request: Request) -> Self {
+        Self { request, done: 0, retries: 0, pieces: Vec::new() }
+    }
+
+    /// The kernel's order for what is not done yet.
+    fn entry(&mut self, fd: types::Fd) -> squeue::Entry {
+        let Self { request, done, pieces, .. } = self;
+        let (offset, rest) = (request.offset + *done as u64, request.len - *done);
+        let op = request.op;
+        let first = request.piece(*done);
+        if first.len() == rest {
+            let len = u32::try_from(rest).expect("a run is far below 4 GiB");
+            return match op {
+                Op::Read => opcode::Read::new(fd, first.as_mut_ptr(), len).offset(offset).build(),
+                Op::Write => opcode::Write::new(fd, first.as_ptr(), len).offset(offset).build(),
+            };
+        }
+        pieces.clear();
+        let mut position = *done;
+        while position < request.len {
+            let piece = request.piece(position);
+            pieces.push(libc::iovec { iov_base: piece.as_mut_ptr().cast(), iov_len: piece.len() });
+            position += piece.len();
+        }
+        let (start, count) = (pieces.as_ptr(), pieces.len() as u32);
+        match op {
+            Op::Read => opcode::Readv::new(fd, start, count).offset(offset).build(),
+            Op::Write => opcode::Writev::new(fd, start, count).offset(offset).build(),
+        }
+    }
 }
 
 /// A request that is over: its place, itself, its outcome.
@@ -229,7 +264,7 @@ impl Ring {
                     finished.push((place, request, Err(taken_back())));
                     continue;
                 }
-                self.flights[place] = Some(Flight { request, done: 0, retries: 0 });
+                self.flights[place] = Some(Flight::new(request));
                 self.to_push.push(place);
             }
             if !finished.is_empty() {
@@ -280,15 +315,10 @@ impl Ring {
         let fd = types::Fd(self.fd);
         for place in std::mem::take(&mut self.to_push) {
             let flight = self.flights[place].as_mut().expect("a place to push has its flight");
-            let offset = flight.request.offset + flight.done as u64;
-            let rest = &mut flight.request.memory.bytes()[flight.done..flight.request.len];
-            let len = u32::try_from(rest.len()).expect("a slot is far below 4 GiB");
-            let entry = match flight.request.op {
-                Op::Read => opcode::Read::new(fd, rest.as_mut_ptr(), len).offset(offset).build(),
-                Op::Write => opcode::Write::new(fd, rest.as_ptr(), len).offset(offset).build(),
-            };
-            // SAFETY: the bytes belong to the flight, which stays in the table, untouched, until its completion is
-            // seen; the table is never dropped. `serve` holds the device, and with it the descriptor.
+            let entry = flight.entry(fd);
+            // SAFETY: the bytes, and the list of their pieces, belong to the flight, which stays in the table, untouched,
+            // until its completion is seen; the table is never dropped. `serve` holds the device, and with it the
+            // descriptor.
             unsafe { self.push(&entry.user_data(place as u64)) };
         }
     }
