@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.lmcache]
 
 def test_measures_ours_beside_a_peer_and_the_floor(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    names = ["xkv full", "floor", "fs_native"]
+    names = ["xkv full", "xkv gateway", "floor", "fs_native"]
     command = [sys.executable, "-m", "xkv_lmcache.cli", "bench", "l2", str(tmp_path)]
     command += ["--against", ",".join(names), "--mib", "1", "--batch", "4", "--rounds", "2"]
     command += ["--total-mib", "8", "--json", str(figures)]
@@ -21,9 +21,11 @@ def test_measures_ours_beside_a_peer_and_the_floor(tmp_path: Path) -> None:
     (case,) = json.loads(figures.read_text())
     assert (case["object_bytes"], case["batch"], len(case["rounds"])) == (1 << 20, 4, 2)
     for round_ in case["rounds"]:
-        for name in ("xkv full", "fs_native"):
+        for name in ("xkv full", "xkv gateway", "fs_native"):
             assert round_[name]["verified_bytes"] == 8 << 20
-            assert all(round_[name][key] > 0 for key in ("store", "durable", "cold", "again", "p50", "hit"))
+            assert all(
+                round_[name][key] > 0 for key in ("store", "durable", "cold", "again", "kept", "p50", "hit")
+            )
         assert round_["floor"]["hit"] > 0
         assert "again" not in round_["floor"]
     assert "xkv full / other, within a round" in ran.stdout

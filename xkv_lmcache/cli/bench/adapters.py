@@ -17,9 +17,18 @@ def _plugin(module: str, name: str, **params: Any) -> Spec:
     return {"type": "native_plugin", "module_path": module, "class_name": name, "adapter_params": params}
 
 
+def store_gb(objects: int, size: int) -> float:
+    """GiB of a store of ours that holds so many objects of `size` bytes."""
+    return max(0.5, 1.1 * objects * (size + MIB) / GIB)
+
+
+def xkv(**params: Any) -> Spec:
+    """Our adapter with these parameters."""
+    return _plugin("xkv_lmcache", "XkvL2Connector", **params)
+
+
 def _xkv(folder: Path, objects: int, size: int, **params: Any) -> Spec:
-    store_gb = max(0.5, 1.1 * objects * (size + MIB) / GIB)
-    return _plugin("xkv_lmcache", "XkvL2Connector", store=str(folder), store_gb=store_gb, **params)
+    return xkv(store=str(folder), store_gb=store_gb(objects, size), **params)
 
 
 def _floor(folder: Path, objects: int, size: int) -> Spec:
@@ -47,6 +56,9 @@ def _raw_block(folder: Path, objects: int, size: int, **options: Any) -> Spec:
 _LARGE: dict[str, Any] = {"fragment_bytes": 512 * 1024, "batch_slots": 256}
 """Fragments for objects of many MiB, and as much memory for slots as by default."""
 
+GATEWAY = "xkv gateway"
+"""Ours through a gateway, which has the store: its specification is known when the gateway runs."""
+
 # What makes an adapter's specification from a folder that it may use, and the most objects of a size in it at once.
 ADAPTERS: dict[str, Callable[[Path, int, int], Spec]] = {
     "xkv full": _xkv,
@@ -62,7 +74,9 @@ ADAPTERS: dict[str, Callable[[Path, int, int], Spec]] = {
 }
 """`floor` does nothing behind LMCache's wrapper of native connectors; the others of LMCache are its own."""
 
-DEFAULT = ["xkv full", "xkv sample", "floor", "fs_native", "fs_native direct", "raw_block"]
+DEFAULT = ["xkv full", "xkv sample", GATEWAY, "floor", "fs_native", "fs_native direct", "raw_block"]
+
+ALL = [*ADAPTERS, GATEWAY]
 
 
 def missing(name: str) -> str | None:

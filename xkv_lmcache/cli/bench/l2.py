@@ -11,19 +11,21 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
 
 from xkv_lmcache.cli.bench import adapters, target
-from xkv_lmcache.cli.bench.adapters import ADAPTERS, DEFAULT, MIB
+from xkv_lmcache.cli.bench.adapters import ADAPTERS, ALL, DEFAULT, GATEWAY, MIB
+from xkv_lmcache.cli.bench.gateway import Gateway
 from xkv_lmcache.cli.complaint import fail
 
 FRAGMENT_BYTES, DEPTH = 128 * 1024, 32
 """Of fio: what a new store of ours uses."""
 
-SINGLE_LOADS, LOOKUPS = 100, 200
+SINGLE_LOADS, LOOKUPS = 200, 1000
 
 COLUMNS = {
     "store": "store GB/s",
@@ -34,6 +36,7 @@ COLUMNS = {
     "cpu": "load CPU-s/GB",
     "machine_cpu": "load CPU-s/GB, machine",
     "mixed_load": "load while storing GB/s",
+    "kept": "of the same load alone",
     "mixed_store": "store while loading GB/s",
     "p50": "one load p50 us",
     "p99": "one load p99 us",
@@ -112,6 +115,7 @@ def turn(worker: Worker, case: Case, count: int, round_: int) -> Figures:
             figures.update(cold_read_from_drive=cold["read_from_drive"])
         mixed = worker.do("load_while_storing", round_=round_, count=count, batch=batch)
         figures.update(mixed_load=mixed["load_gb_per_s"], mixed_store=mixed["store_gb_per_s"])
+        figures.update(kept=mixed["load_gb_per_s"] / mixed["alone_gb_per_s"])
         single = worker.do("one_by_one", round_=round_, count=count, loads=SINGLE_LOADS)
         figures.update(p50=single["p50_us"], p99=single["p99_us"])
     lookup = worker.do("lookup", round_=round_, count=count, repeats=LOOKUPS)
@@ -126,12 +130,17 @@ def measure(case: Case, workers: list[Worker], rounds: int, total: int) -> list[
     folder, size, batch = case
     count = max(batch, total // size // batch * batch)
     results = []
-    with tempfile.TemporaryDirectory(dir=folder, prefix="xkv-bench-") as place:
+    with tempfile.TemporaryDirectory(dir=folder, prefix="xkv-bench-") as place, ExitStack() as gateways:
         for worker in workers:
             home = Path(place) / worker.name.replace(" ", "-")
             home.mkdir()
-            spec = ADAPTERS[worker.name](home, 2 * count, size)
-            worker.do("open", spec=spec, folder=str(home), size=size)
+            order: dict[str, Any] = {"folder": str(home), "size": size}
+            if worker.name == GATEWAY:
+                gateway = gateways.enter_context(Gateway(home, adapters.store_gb(2 * count, size)))
+                order.update(spec=adapters.xkv(**gateway.params), helper=gateway.pid)
+            else:
+                order.update(spec=ADAPTERS[worker.name](home, 2 * count, size))
+            worker.do("open", **order)
         for round_ in range(rounds + 1):
             figures: dict[str, Figures] = {}
             # Each round somebody else is first: what a turn leaves behind in the drive is not always the same one's.
@@ -143,6 +152,7 @@ def measure(case: Case, workers: list[Worker], rounds: int, total: int) -> list[
             )
             if read and write:
                 figures[EXTRAS[0]] = {"cold": read, "again": read, "durable": write, "store": write}
+                figures[EXTRAS[0]].update(target.fio_mixed(Path(place), total, FRAGMENT_BYTES, DEPTH))
             copied = target.memcpy()
             figures[EXTRAS[1]] = {"again": copied, "store": copied}
             click.echo(f"  round {round_} of {rounds}", err=True)
@@ -173,8 +183,7 @@ def report(case: Case, rounds: list[dict[str, Figures]], ours: list[str]) -> lis
 
     folder, size, batch = case
     title = f"{folder}: objects of {size / MIB:g} MiB, batches of {batch}, {len(rounds)} rounds"
-    names = [*ADAPTERS, *EXTRAS]
-    names = [name for name in names if name in rounds[0]]
+    names = [name for name in (*ALL, *EXTRAS) if name in rounds[0]]
     figures = Table("", *names, title=f"{title}; median (min-max)")
     for key, label in COLUMNS.items():
         values = [columns_of(rounds, name)[key] for name in names]
@@ -201,7 +210,7 @@ def report(case: Case, rounds: list[dict[str, Figures]], ours: list[str]) -> lis
 
 @click.command()
 @click.argument("folder", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False))
-@click.option("--against", default=",".join(DEFAULT), show_default=True, help=f"Of {', '.join(ADAPTERS)}.")
+@click.option("--against", default=",".join(DEFAULT), show_default=True, help=f"Of {', '.join(ALL)}.")
 @click.option(
     "--mib", "sizes", multiple=True, default=(14.0, 4.0, 1.0), show_default=True, help="MiB of an object."
 )
@@ -230,8 +239,8 @@ def l2(
     from rich.console import Console
 
     names = [name.strip() for name in against.split(",")]
-    if unknown := [name for name in names if name not in ADAPTERS]:
-        fail(f"--against {', '.join(unknown)}: no such adapter; choose of {', '.join(ADAPTERS)}")
+    if unknown := [name for name in names if name not in ALL]:
+        fail(f"--against {', '.join(unknown)}: no such adapter; choose of {', '.join(ALL)}")
     for name in list(names):
         if package := adapters.missing(name):
             click.echo(f"xkv: {name} is left out: {package} is not installed", err=True)

@@ -30,19 +30,45 @@ def fio(folder: Path, operation: str, total: int, block: int, depth: int) -> flo
     return _fio(path, operation, total, block, depth, memory=is_tmpfs(folder))
 
 
+def fio_mixed(folder: Path, total: int, block: int, depth: int) -> dict[str, float]:
+    """What fio's reads and writes get of the file of :func:`fio` when both go on for a second, in `COLUMNS`' keys:
+    GB per second of each, and the reads' share of what reads alone get."""
+    path, memory = folder / "fio", is_tmpfs(folder)
+    second = ["--time_based", "--runtime=1"]
+    jobs = [
+        _job(path, operation, total, block, depth, memory=memory) + second for operation in ("read", "write")
+    ]
+    (alone,) = _run(jobs[:1])
+    read, write = _run(jobs)
+    return {"mixed_load": read, "mixed_store": write, "kept": read / alone}
+
+
 def _fio(path: Path, operation: str, total: int, block: int, depth: int, *, memory: bool) -> float:
-    command = ["fio", "--name=bench", f"--filename={path}", f"--rw={operation}", f"--bs={block}"]
-    command += ["--output-format=json", "--group_reporting", "--randrepeat=0", "--overwrite=1"]
+    job = _job(path, operation, total, block, depth, memory=memory)
+    (rate,) = _run([job + (["--end_fsync=1"] if operation == "write" else [])])
+    return rate
+
+
+def _job(path: Path, operation: str, total: int, block: int, depth: int, *, memory: bool) -> list[str]:
+    job = [f"--name={operation}", f"--filename={path}", f"--rw={operation}", f"--bs={block}"]
+    job += ["--randrepeat=0", "--overwrite=1", "--group_reporting"]
     if memory:
         half = total // 2 // block * block
-        command += ["--ioengine=psync", "--numjobs=2", f"--size={half}", f"--offset_increment={half}"]
-    else:
-        command += ["--ioengine=io_uring", f"--iodepth={depth}", "--direct=1", f"--size={total}"]
-    if operation == "write":
-        command.append("--end_fsync=1")
+        return job + ["--ioengine=psync", "--numjobs=2", f"--size={half}", f"--offset_increment={half}"]
+    return job + ["--ioengine=io_uring", f"--iodepth={depth}", "--direct=1", f"--size={total}"]
+
+
+def _run(jobs: list[list[str]]) -> list[float]:
+    """GB per second of each of the jobs, which run at once."""
+    command = ["fio", "--output-format=json"]
+    for job in jobs:
+        command += [*job, "--new_group"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    job: dict[str, int] = json.loads(ran.stdout)["jobs"][0][operation]
-    return job["io_bytes"] / (job["runtime"] / 1e3) / 1e9
+    rates = []
+    for job in json.loads(ran.stdout)["jobs"]:
+        did = job[job["jobname"]]
+        rates.append(did["io_bytes"] / (did["runtime"] / 1e3) / 1e9)
+    return rates
 
 
 def memcpy(total: int = 256 * MIB) -> float:

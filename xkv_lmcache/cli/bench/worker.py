@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 MAX_TASKS = 8
 """Batches in flight: LMCache's default for loads (`--l2-prefetch-max-in-flight`)."""
@@ -33,9 +34,14 @@ def machine_cpu_s() -> float:
     return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 
 
-def own_cpu_s() -> float:
+def own_cpu_s(helper: psutil.Process | None) -> float:
+    """CPU seconds so far of this process, and of the one that has the store."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    own = usage.ru_utime + usage.ru_stime
+    if helper is None:
+        return own
+    times = helper.cpu_times()
+    return own + float(times.user + times.system)
 
 
 def drop_caches(folder: Path) -> None:
@@ -65,13 +71,22 @@ def sectors_read(folder: Path) -> int | None:
 class Bench:
     """An adapter made by LMCache's factory, and objects of one size in the shared memory."""
 
-    def __init__(self, spec: dict[str, Any], source: Any, target: Any, folder: Path, size: int) -> None:
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        source: Any,
+        target: Any,
+        folder: Path,
+        size: int,
+        helper: int | None = None,
+    ) -> None:
         from lmcache.cli.commands.bench.l2_adapter_bench import data
         from lmcache.v1.distributed.l2_adapters import create_l2_adapter
         from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
 
         self.size, self.folder, self._data = size, folder, data
         self._source, self._target = source, target
+        self._helper = None if helper is None else psutil.Process(helper)
         arguments = argparse.Namespace(l2_adapter=[json.dumps(spec)])
         config = parse_args_to_l2_adapters_config(arguments).adapters[0]
         memory = data.create_l1_memory_desc(target, align_bytes=4096)
@@ -159,14 +174,14 @@ class Bench:
     def timed(self, count: int, action: Callable[[], int]) -> dict[str, float]:
         """GB per second and CPU seconds per GB of `action` on `count` objects."""
         gb = count * self.size / 1e9
-        own, machine, begun = own_cpu_s(), machine_cpu_s(), time.perf_counter()
+        own, machine, begun = own_cpu_s(self._helper), machine_cpu_s(), time.perf_counter()
         good = action()
         took = time.perf_counter() - begun
         if good != count:
             raise RuntimeError(f"{good} of {count} objects went well")
         return {
             "gb_per_s": gb / took,
-            "own_cpu_s_per_gb": (own_cpu_s() - own) / gb,
+            "own_cpu_s_per_gb": (own_cpu_s(self._helper) - own) / gb,
             "machine_cpu_s_per_gb": (machine_cpu_s() - machine) / gb,
             "seconds": took,
         }
@@ -197,7 +212,8 @@ class Bench:
         return {**figures, "verified_bytes": (count - wrong) * self.size, "wrong_objects": wrong}
 
     def load_while_storing(self, round_: int, count: int, batch: int) -> dict[str, Any]:
-        """Loads the objects of `round_` again and again while those of the next round are stored."""
+        """Loads the objects of `round_`, one at a time and eight at once, alone and then again and again while those of
+        the next round are stored."""
         stored: list[int] = []
 
         def store_all() -> None:
@@ -205,20 +221,30 @@ class Bench:
             stored.append(self.store_tasks(keys, objects, batch))
 
         keys, objects = self.keys(round_, count), self.objects(self._target, count, 0)
+        step = min(count, 8)
+
+        def load_while(wanted: Callable[[int], bool]) -> tuple[int, float]:
+            loaded, begun = 0, time.perf_counter()
+            while wanted(loaded):
+                at = loaded % (count - step + 1)
+                loaded += self.load_tasks(keys[at : at + step], objects[at : at + step], 1)
+            return loaded, time.perf_counter() - begun
+
+        drop_caches(self.folder)
+        alone, alone_took = load_while(lambda loaded: loaded < count)
         drop_caches(self.folder)
         writer = threading.Thread(target=store_all)
-        begun = time.perf_counter()
         writer.start()
-        loaded, step = 0, min(count, 8)
-        while writer.is_alive():
-            at = loaded % (count - step + 1)
-            loaded += self.load_tasks(keys[at : at + step], objects[at : at + step], 1)
-        took = time.perf_counter() - begun
+        loaded, took = load_while(lambda _: writer.is_alive())
         if stored != [count]:
             raise RuntimeError(f"{stored} of {count} objects were stored")
         self.delete(round_ + 1, count)
         gb = self.size / 1e9
-        return {"load_gb_per_s": loaded * gb / took, "store_gb_per_s": count * gb / took}
+        return {
+            "alone_gb_per_s": alone * gb / alone_took,
+            "load_gb_per_s": loaded * gb / took,
+            "store_gb_per_s": count * gb / took,
+        }
 
     def one_by_one(self, round_: int, count: int, loads: int) -> dict[str, Any]:
         """Latencies of single loads, microseconds."""
@@ -273,7 +299,8 @@ def main() -> None:
         try:
             result: dict[str, Any] = {}
             if name == "open":
-                bench = Bench(order["spec"], source, target, Path(order["folder"]), order["size"])
+                folder = Path(order.pop("folder"))
+                bench = Bench(source=source, target=target, folder=folder, **order)
             elif bench is None:
                 raise RuntimeError("no adapter is open")
             elif name == "close":
