@@ -64,11 +64,12 @@ lint: setup  ## Check format, lints, types, and the stubs against the compiled m
 	$(BIN)/python -m mypy.stubtest xkv_lmcache._native
 
 .PHONY: bench
-bench: setup  ## The launcher's overhead; LMCache's own benchmark; adapters side by side on disk and in memory
+bench: setup  ## The launcher's overhead; LMCache's own benchmark; adapters side by side on disk and in memory; a growing store
 	@$(BIN)/python -m demo.overhead
 	@$(BIN)/python -m demo.bench
 	@mkdir -p .run
 	@$(BIN)/xkv bench l2 .run /dev/shm --json .run/bench.json $(ARGS)
+	@$(BIN)/xkv bench growth .run --json .run/growth.json
 
 .PHONY: verify
 verify:  ## xkv verify on a real vLLM with SmolLM2: does a hit in L2 change an answer? (COUNT=50)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from xkv_lmcache.cli.bench.growth import growth
 from xkv_lmcache.cli.bench.l2 import l2
 
 
@@ -12,4 +13,5 @@ def bench() -> None:
     """Measure adapters and drives."""
 
 
+bench.add_command(growth)
 bench.add_command(l2)
