@@ -1,17 +1,15 @@
 //! What is in the store: digest to entry, and the order of use. Never locked across I/O.
 
+use std::collections::BTreeMap;
 use std::collections::hash_map::Entry as MapEntry;
-use std::collections::{BTreeMap, HashMap};
-use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 
 use crate::alloc::Slots;
-use crate::bytes::get_u64;
 use crate::checksum::FragmentSums;
-use crate::key::{Digest, ObjectKey};
+use crate::key::{Digest, DigestMap, ObjectKey};
 use crate::recency::{self, Clock};
 use crate::record::ManifestRef;
 
@@ -81,25 +79,7 @@ pub(crate) enum Taken {
     Object(Arc<Entry>),
 }
 
-/// A digest is random already: its first bytes are its hash.
-#[derive(Default)]
-struct DigestHasher(u64);
-
-impl Hasher for DigestHasher {
-    fn write(&mut self, bytes: &[u8]) {
-        if bytes.len() >= 8 {
-            self.0 = get_u64(bytes, 0);
-        }
-    }
-
-    fn write_usize(&mut self, _: usize) {}
-
-    fn finish(&self) -> u64 {
-        self.0
-    }
-}
-
-type Shard = RwLock<HashMap<Digest, State, BuildHasherDefault<DigestHasher>>>;
+type Shard = RwLock<DigestMap<State>>;
 
 /// The index of a store.
 pub(crate) struct Index {
@@ -137,11 +117,6 @@ impl Index {
     /// The position of an object that is stored now.
     pub(crate) fn tick(&self) -> u64 {
         self.clock.tick(false)
-    }
-
-    /// Makes later positions larger than `recency`.
-    pub(crate) fn advance(&self, recency: u64) {
-        self.clock.advance(recency);
     }
 
     /// Looks at a present object.
@@ -208,10 +183,37 @@ impl Index {
         true
     }
 
-    /// Puts an object back that recovery found. The digest must be new.
-    pub(crate) fn restore(&self, entry: Arc<Entry>) {
-        self.order_in(&entry);
-        self.shard(entry.key.digest()).write().insert(*entry.key.digest(), State::Present(entry));
+    /// Puts the objects in that recovery found, each digest once, into an index that is still empty.
+    pub(crate) fn restore(&self, entries: Vec<Arc<Entry>>) {
+        // Sorted, the order is built in one go; one by one, every insertion would wait for memory.
+        let mut sorted: Vec<(u64, Arc<Entry>)> = Vec::with_capacity(entries.len());
+        for entry in &entries {
+            let recency = entry.recency.load(Ordering::Relaxed);
+            entry.ordered.store(recency, Ordering::Relaxed);
+            self.count_in(entry, recency);
+            self.clock.advance(recency);
+            sorted.push((recency, entry.clone()));
+        }
+        sorted.sort_unstable_by_key(|(recency, _)| *recency);
+        let mut twice = Vec::new();
+        sorted.dedup_by(|(recency, entry), (before, _)| {
+            let same = recency == before;
+            if same {
+                twice.push(entry.clone());
+            }
+            same
+        });
+        let mut order: BTreeMap<u64, Arc<Entry>> = sorted.into_iter().collect();
+        for entry in twice {
+            Self::order_at(&mut order, &entry, entry.recency.load(Ordering::Relaxed), &self.clock);
+        }
+        *self.order.lock() = order;
+        for shard in &self.shards {
+            shard.write().reserve(entries.len() / SHARDS);
+        }
+        for entry in entries {
+            self.shard(entry.key.digest()).write().insert(*entry.key.digest(), State::Present(entry));
+        }
     }
 
     /// Opens an object for reading.
@@ -299,12 +301,16 @@ impl Index {
 
     fn order_in(&self, entry: &Arc<Entry>) {
         let recency = entry.recency.load(Ordering::Relaxed);
+        self.count_in(entry, recency);
+        Self::order_at(&mut self.order.lock(), entry, recency, &self.clock);
+    }
+
+    fn count_in(&self, entry: &Entry, recency: u64) {
         self.objects.fetch_add(1, Ordering::Relaxed);
         if !recency::is_read(recency) {
             self.never_read.fetch_add(1, Ordering::Relaxed);
             self.never_read_slots.fetch_add(entry.slots.numbers().len() as u64, Ordering::Relaxed);
         }
-        Self::order_at(&mut self.order.lock(), entry, recency, &self.clock);
     }
 
     fn order_at(order: &mut BTreeMap<u64, Arc<Entry>>, entry: &Arc<Entry>, recency: u64, clock: &Clock) {
@@ -327,5 +333,40 @@ impl Index {
             self.never_read.fetch_sub(1, Ordering::Relaxed);
             self.never_read_slots.fetch_sub(entry.slots.numbers().len() as u64, Ordering::Relaxed);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::alloc::Allocator;
+
+    /// Recency says little about two objects of one position, but both must be found, evicted, and removed for good.
+    #[test]
+    fn restored_objects_are_in_order_also_two_of_the_same_position() {
+        let allocator = Arc::new(Allocator::new(&[8], |_| false, Box::new(|| ())));
+        let entry = |name: &[u8], recency| {
+            let key = ObjectKey::new(&b"ns"[..].into(), name);
+            let sums = Box::new([FragmentSums::default()]);
+            Arc::new(Entry::new(key, 1, allocator.reserve(1, 1).unwrap(), sums, recency))
+        };
+        // The lowest bit says that it was read.
+        let entries = [entry(b"d", 80), entry(b"b", 20), entry(b"a", 11), entry(b"c", 20)];
+        let index = Index::new();
+        index.restore(entries.to_vec());
+        assert_eq!((index.objects(), index.never_read()), (4, (3, 3)));
+        assert!(index.tick() > 80);
+        let names = |index: &Index| -> Vec<String> {
+            let victims = index.victims(|_| false);
+            victims.iter().map(|entry| String::from_utf8(entry.key.key().to_vec()).unwrap()).collect()
+        };
+        let order = names(&index);
+        assert!(order == ["a", "b", "d", "c"] || order == ["a", "c", "d", "b"], "{order:?}");
+        for entry in &entries {
+            assert!(index.with(&entry.key, |there| Arc::ptr_eq(there, entry)).unwrap());
+            assert!(index.take_entry(entry, |_| true));
+        }
+        assert_eq!((index.objects(), index.never_read()), (0, (0, 0)));
+        assert!(names(&index).is_empty());
     }
 }

@@ -188,14 +188,15 @@ impl Inner {
         drive.engine.submit_lent(LentRequest { op, offset, memory, done });
     }
 
-    /// Takes over an object that recovery found.
-    pub(crate) fn restore(self: &Arc<Self>, live: Live) {
-        let Live { key, manifest } = live;
-        let (numbers, sums): (Vec<u32>, Vec<FragmentSums>) = manifest.fragments.into_iter().unzip();
-        let bytes = manifest_bytes(key.namespace().len() + key.key().len(), numbers.len());
-        self.largest.fetch_max(numbers.len(), Ordering::Relaxed);
-        self.index.advance(manifest.recency);
-        let slots = self.allocator.adopt(numbers.into(), bytes as u64);
-        self.index.restore(Arc::new(Entry::new(key, manifest.size, slots, sums.into(), manifest.recency)));
+    /// Takes over the objects that recovery found.
+    pub(crate) fn restore(&self, live: Vec<Live>) {
+        let entries = live.into_iter().map(|Live { key, manifest }| {
+            let (numbers, sums): (Vec<u32>, Vec<FragmentSums>) = manifest.fragments.into_iter().unzip();
+            let bytes = manifest_bytes(key.namespace().len() + key.key().len(), numbers.len());
+            self.largest.fetch_max(numbers.len(), Ordering::Relaxed);
+            let slots = self.allocator.adopt(numbers.into(), bytes as u64);
+            Arc::new(Entry::new(key, manifest.size, slots, sums.into(), manifest.recency))
+        });
+        self.index.restore(entries.collect());
     }
 }

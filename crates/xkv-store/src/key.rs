@@ -1,7 +1,11 @@
 //! Identity of an object: namespace and key, and the digest that stands for both in memory.
 
+use std::collections::HashMap;
 use std::fmt;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
+
+use crate::bytes::get_u64;
 
 /// Longest namespace plus key, in bytes. LMCache's keys are some 100 to 1,500 bytes; the bound only keeps a
 /// manifest from filling the log.
@@ -17,6 +21,26 @@ impl fmt::Debug for Digest {
             write!(f, "{byte:02x}")?;
         }
         Ok(())
+    }
+}
+
+/// A map from digests. A digest is random already: its first bytes are its hash.
+pub(crate) type DigestMap<V> = HashMap<Digest, V, BuildHasherDefault<DigestHasher>>;
+
+#[derive(Default)]
+pub(crate) struct DigestHasher(u64);
+
+impl Hasher for DigestHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        if bytes.len() >= 8 {
+            self.0 = get_u64(bytes, 0);
+        }
+    }
+
+    fn write_usize(&mut self, _: usize) {}
+
+    fn finish(&self) -> u64 {
+        self.0
     }
 }
 

@@ -25,6 +25,8 @@ const PAYLOAD: usize = BLOCK - HEAD;
 const NO_RECORD: u16 = u16::MAX;
 /// Bytes read or written at once.
 const CHUNK: usize = 1 << 20;
+/// Chunks that a scan reads ahead: one that waits and one that is being read.
+const AHEAD: usize = 2;
 /// Largest group, in blocks; also how far a scan looks behind damage for the log's continuation.
 const GROUP_BLOCKS: u64 = 1024;
 
@@ -153,7 +155,8 @@ impl Log {
         let blocks = GROUP_BLOCKS.min(self.area_blocks());
         for from in (0..blocks).step_by(CHUNK / BLOCK) {
             let count = ((blocks - from) as usize).min(CHUNK / BLOCK);
-            self.read(area, from, count)?;
+            let bytes = &mut self.chunk[..count * BLOCK];
+            read(&*self.device, self.header.area_offset(area) + from * BLOCK as u64, bytes)?;
             for (i, block) in self.chunk[..count * BLOCK].chunks_exact(BLOCK).enumerate() {
                 if let Some(block) = open_block(&self.header, block)
                     && block.number == from + i as u64
@@ -165,72 +168,86 @@ impl Log {
         Ok(None)
     }
 
-    /// Reads blocks of an area into the chunk. A block that the drive cannot read is left zero, so that it counts as
-    /// damaged and costs only its own records.
-    fn read(&mut self, area: usize, from: u64, count: usize) -> Result<()> {
-        let offset = self.header.area_offset(area) + from * BLOCK as u64;
-        let bytes = &mut self.chunk[..count * BLOCK];
-        if self.device.read_at(bytes, offset).is_ok() {
-            return Ok(());
-        }
-        let mut readable = 0;
-        let mut last = None;
-        for (i, block) in bytes.chunks_exact_mut(BLOCK).enumerate() {
-            match self.device.read_at(block, offset + (i * BLOCK) as u64) {
-                Ok(()) => readable += 1,
-                Err(error) => {
-                    block.fill(0);
-                    last = Some(error);
-                }
-            }
-        }
-        match last {
-            Some(error) if readable == 0 => Err(Error::io(
-                format!("{}: cannot read the manifest log at byte {offset}", self.device.name()),
-                error,
-            )),
-            _ => Ok(()),
-        }
-    }
-
-    /// Reads one area. Returns the block after the last valid one.
+    /// Reads one area: the next blocks while the ones before are looked at. Returns the block after the last valid one.
     fn scan(
-        &mut self,
+        &self,
         area: usize,
         epoch: u64,
         recovered: &mut Recovered,
         found: &mut impl FnMut(Record),
     ) -> Result<u64> {
-        let mut stream = Stream { bytes: Vec::new(), limit: self.header.area_bytes as usize };
-        let (mut end, mut missing) = (0, 0);
+        let (device, start) = (&*self.device, self.header.area_offset(area));
         let blocks = self.area_blocks();
-        for from in (0..blocks).step_by(CHUNK / BLOCK) {
-            let count = ((blocks - from) as usize).min(CHUNK / BLOCK);
-            self.read(area, from, count)?;
-            for (i, bytes) in self.chunk[..count * BLOCK].chunks_exact(BLOCK).enumerate() {
-                let number = from + i as u64;
-                let block =
-                    open_block(&self.header, bytes).filter(|b| b.epoch == epoch && b.number == number);
-                let Some(block) = block else {
-                    missing += 1;
-                    if missing > GROUP_BLOCKS {
-                        return Ok(end);
+        let pool = SlotPool::new(1 + AHEAD, CHUNK)?;
+        std::thread::scope(|scope| {
+            // Dropped when the scan ends, which ends the reading too.
+            let (sender, chunks) = crossbeam_channel::bounded(AHEAD - 1);
+            let read_ahead = move || {
+                for from in (0..blocks).step_by(CHUNK / BLOCK) {
+                    let mut chunk = pool.try_take().expect("the others are looked at or wait");
+                    let bytes = CHUNK.min((blocks - from) as usize * BLOCK);
+                    let outcome = read(device, start + from * BLOCK as u64, &mut chunk[..bytes]);
+                    if sender.send((from, bytes, outcome.map(|()| chunk))).is_err() {
+                        return;
                     }
-                    continue;
-                };
-                if missing > 0 {
-                    recovered.damaged += missing;
-                    missing = 0;
-                    stream.bytes.clear();
                 }
-                end = number + 1;
-                recovered.damaged += stream.push(&block, |record| match record {
-                    Record::SnapshotEnd(_) => recovered.complete = true,
-                    record => found(record),
-                });
+            };
+            std::thread::Builder::new()
+                .name("xkv-log".to_owned())
+                .spawn_scoped(scope, read_ahead)
+                .map_err(|error| Error::io("cannot start the thread xkv-log".to_owned(), error))?;
+            let mut stream = Stream { bytes: Vec::new(), limit: self.header.area_bytes as usize };
+            let (mut end, mut missing) = (0, 0);
+            for (from, bytes, chunk) in chunks {
+                for (number, bytes) in (from..).zip(chunk?[..bytes].chunks_exact(BLOCK)) {
+                    let block =
+                        open_block(&self.header, bytes).filter(|b| b.epoch == epoch && b.number == number);
+                    let Some(block) = block else {
+                        missing += 1;
+                        if missing > GROUP_BLOCKS {
+                            return Ok(end);
+                        }
+                        continue;
+                    };
+                    if missing > 0 {
+                        recovered.damaged += missing;
+                        missing = 0;
+                        stream.bytes.clear();
+                    }
+                    end = number + 1;
+                    recovered.damaged += stream.push(&block, |record| match record {
+                        Record::SnapshotEnd(_) => recovered.complete = true,
+                        record => found(record),
+                    });
+                }
+            }
+            Ok(end)
+        })
+    }
+}
+
+/// Reads blocks of the log. One that the drive cannot read is left zero, so that it counts as damaged and costs only its
+/// own records.
+fn read(device: &dyn Device, offset: u64, blocks: &mut [u8]) -> Result<()> {
+    if device.read_at(blocks, offset).is_ok() {
+        return Ok(());
+    }
+    let mut readable = 0;
+    let mut last = None;
+    for (i, block) in blocks.chunks_exact_mut(BLOCK).enumerate() {
+        match device.read_at(block, offset + (i * BLOCK) as u64) {
+            Ok(()) => readable += 1,
+            Err(error) => {
+                block.fill(0);
+                last = Some(error);
             }
         }
-        Ok(end)
+    }
+    match last {
+        Some(error) if readable == 0 => {
+            Err(Error::io(format!("{}: cannot read the manifest log at byte {offset}", device.name()), error))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -394,7 +411,7 @@ impl<'a> BlockWriter<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::io::device::testing::MemoryDevice;
+    use crate::io::device::testing::{Calls, Effect, Fault, FaultyDevice, MemoryDevice};
     use crate::key::Digest;
     use crate::layout;
     use crate::record::{put_remove, put_snapshot_end};
@@ -432,10 +449,7 @@ mod tests {
     #[test]
     fn blocks_of_a_snapshot_that_was_cut_short_join_no_later_one() {
         let device: Arc<dyn Device> = MemoryDevice::new(64 << 20);
-        let header = Superblock {
-            area_bytes: 8 << 20,
-            ..layout::plan(&["a"], &[64 << 20], 4096, [1; 16], &[[2; 16]]).unwrap().remove(0)
-        };
+        let header = header(8 << 20);
         let open = || Log::new(device.clone(), header.clone()).unwrap();
         let mut log = open();
         whole(&mut log, 1, 10);
@@ -460,5 +474,68 @@ mod tests {
         let records = found(&mut open());
         assert_eq!(records.len(), 3);
         assert!(matches!(&records[0], Record::Remove(Digest(digest)) if digest[31] == 5));
+    }
+    fn header(area_bytes: u64) -> Superblock {
+        let planned = layout::plan(&["a"], &[64 << 20], 4096, [1; 16], &[[2; 16]]).unwrap().remove(0);
+        Superblock { area_bytes, ..planned }
+    }
+
+    /// A drive that tells where it is read.
+    struct Telling(Arc<MemoryDevice>, crossbeam_channel::Sender<u64>);
+
+    impl Device for Telling {
+        fn name(&self) -> &str {
+            self.0.name()
+        }
+        fn size(&self) -> u64 {
+            self.0.size()
+        }
+        fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
+            _ = self.1.send(offset);
+            self.0.read_at(buf, offset)
+        }
+        fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
+            self.0.write_at(buf, offset)
+        }
+        fn flush(&self) -> io::Result<()> {
+            self.0.flush()
+        }
+    }
+
+    /// Opening a large store must not wait for the drive and the CPU in turns.
+    #[test]
+    fn the_next_blocks_are_read_while_records_are_looked_at() {
+        let (device, header) = (MemoryDevice::new(64 << 20), header(8 << 20));
+        whole(&mut Log::new(device.clone(), header.clone()).unwrap(), 1, 60_000);
+        let (sender, reads) = crossbeam_channel::unbounded();
+        let mut log = Log::new(Arc::new(Telling(device, sender)), header.clone()).unwrap();
+        let second = header.area_offset(0) + CHUNK as u64;
+        let mut records = 0;
+        let look = |_| {
+            if records == 0 {
+                let patience = std::time::Duration::from_secs(20);
+                while reads.recv_timeout(patience).expect("the second chunk is read meanwhile") != second {}
+            }
+            records += 1;
+        };
+        assert!(log.recover(|| (), look).unwrap().complete);
+        assert_eq!(records, 60_000);
+    }
+
+    /// What is read ahead may lie behind the log's end, where nothing was ever written: if it cannot be read, nothing is
+    /// lost.
+    #[test]
+    fn an_unreadable_place_far_behind_the_end_is_none_of_the_log() {
+        let device = FaultyDevice::new(MemoryDevice::new(64 << 20));
+        let header = header(8 << 20);
+        let open = || Log::new(device.clone(), header.clone()).unwrap();
+        whole(&mut open(), 1, 10);
+        let looked_at = (GROUP_BLOCKS + 2).next_multiple_of((CHUNK / BLOCK) as u64) * BLOCK as u64;
+        let start = header.area_offset(0);
+        let fault = Fault::every(Calls::READS, Effect::Errno(libc::EIO));
+        device.inject(Fault { offsets: start + looked_at..start + header.area_bytes, ..fault.clone() });
+        assert_eq!(found(&mut open()).len(), 10);
+        device.inject(Fault { offsets: start..start + 1, ..fault });
+        assert!(!open().recover(|| (), |_| ()).unwrap().complete);
     }
 }

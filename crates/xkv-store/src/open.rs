@@ -177,9 +177,7 @@ impl Store {
         });
         let damaged = recovery.damaged();
         inner.counters.damaged.store(damaged, Ordering::Relaxed);
-        for live in recovery.live {
-            inner.restore(live);
-        }
+        inner.restore(recovery.live);
         let fill = log.fill();
         let mut committer = Committer::new(inner.clone(), log);
         if !recovery.complete || damaged > 0 || fill > 0.5 {

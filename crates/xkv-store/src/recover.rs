@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::error::Result;
-use crate::key::{Digest, MAX_KEY_BYTES, ObjectKey};
+use crate::key::{DigestMap, MAX_KEY_BYTES, ObjectKey};
 use crate::log::Log;
 use crate::record::{Manifest, Record};
 
@@ -54,7 +54,7 @@ pub(crate) fn recover(log: &mut Log, slots: usize, fragment_bytes: usize) -> Res
 struct Replay {
     fragment_bytes: u64,
     objects: Vec<Option<Live>>,
-    by_digest: HashMap<Digest, u32>,
+    by_digest: DigestMap<u32>,
     /// Object of each slot, plus one; 0 is free.
     owner: Vec<u32>,
     namespaces: HashMap<Vec<u8>, Arc<[u8]>>,
@@ -68,7 +68,7 @@ impl Replay {
         Self {
             fragment_bytes: fragment_bytes as u64,
             objects: Vec::new(),
-            by_digest: HashMap::new(),
+            by_digest: DigestMap::default(),
             owner: vec![0; slots],
             namespaces: HashMap::new(),
             free: Vec::new(),
