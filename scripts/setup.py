@@ -36,6 +36,7 @@ SYSTEM = {"build-essential": "cc", "util-linux": "losetup", "iproute2": "ip", "i
 
 # The same for tests alone: where they cannot be installed, the tests that need them are skipped.
 TEST_TOOLS = {
+    "fio": "fio",
     "iproute2": "ip",
     "podman": "podman",
     "redis-server": "redis-server",

@@ -314,16 +314,18 @@ pub fn survey_store(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<Vec<(PathBu
     // Files of any size: whether a new one fits is for the making to say.
     let config = StoreConfig { paths, file_bytes: 0, ..StoreConfig::default() };
     let found = py.detach(|| survey(&config)).map_err(exception)?;
-    let describe = |(path, content): (PathBuf, Content)| {
-        let kind = match content {
-            Content::Missing => "missing",
-            Content::Blank => "blank",
-            Content::Store { .. } => "store",
-            Content::Foreign(_) => "foreign",
-        };
-        (path, kind, content.to_string())
-    };
+    let describe = |(path, content): (PathBuf, Content)| (path, kind_of(&content), content.to_string());
     Ok(found.into_iter().map(describe).collect())
+}
+
+/// The name of what is at a path.
+pub fn kind_of(content: &Content) -> &'static str {
+    match content {
+        Content::Missing => "missing",
+        Content::Blank => "blank",
+        Content::Store { .. } => "store",
+        Content::Foreign(_) => "foreign",
+    }
 }
 
 /// Makes a new store at `paths` and returns one line about it. Files that exist keep their size where `store_gb` is

@@ -9,6 +9,7 @@ mod buffers;
 mod connector;
 mod gateway;
 mod logging;
+mod trial;
 
 use std::time::Duration;
 
@@ -29,6 +30,8 @@ mod _native {
         Gateway, check_store, clear_store, format_store, gateway_clear, gateway_list, gateway_status,
         list_store, survey_store,
     };
+    #[pymodule_export]
+    use super::trial::Trial;
     #[pymodule_export]
     use super::{log, probe_store, set_up_log};
 }

@@ -67,7 +67,7 @@ pub fn survey(config: &StoreConfig) -> Result<Vec<(PathBuf, Content)>> {
     config.paths.iter().map(look).collect()
 }
 
-fn content(device: &dyn Device) -> Result<Content> {
+pub(crate) fn content(device: &dyn Device) -> Result<Content> {
     Ok(match set::read(device) {
         Ok(Some(header)) => Content::Store {
             id: header.set.iter().map(|byte| format!("{byte:02x}")).collect(),
@@ -162,7 +162,7 @@ fn refuse(name: &str, content: &Content, force: bool) -> Result<()> {
 }
 
 /// Makes both ends zero, and that durable before anything new is written.
-fn wipe(device: &dyn Device) -> Result<()> {
+pub(crate) fn wipe(device: &dyn Device) -> Result<()> {
     let zeros = SlotPool::new(1, ENDS)?.try_take().expect("the only slot of a new pool is free");
     let bytes = ENDS.min(device.size() as usize);
     for offset in [0, device.size() - bytes as u64] {

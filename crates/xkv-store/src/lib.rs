@@ -34,6 +34,7 @@ mod set;
 mod signals;
 mod stats;
 pub mod store;
+pub mod trial;
 mod txn;
 pub mod usage;
 

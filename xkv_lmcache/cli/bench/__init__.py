@@ -1,4 +1,4 @@
-"""`xkv bench`: how fast an L2 adapter of LMCache is, beside others and beside the drive itself."""
+"""`xkv bench`: how fast an L2 adapter of LMCache is, beside others and beside the drive itself; the store's engine alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import click
 
 from xkv_lmcache.cli.bench.growth import growth
 from xkv_lmcache.cli.bench.l2 import l2
+from xkv_lmcache.cli.bench.store import store
 
 
 @click.group()
@@ -15,3 +16,4 @@ def bench() -> None:
 
 bench.add_command(growth)
 bench.add_command(l2)
+bench.add_command(store)

@@ -36,7 +36,8 @@ def fio_mixed(folder: Path, total: int, block: int, depth: int) -> dict[str, flo
     path, memory = folder / "fio", is_tmpfs(folder)
     second = ["--time_based", "--runtime=1"]
     jobs = [
-        _job(path, operation, total, block, depth, memory=memory) + second for operation in ("read", "write")
+        job_of(path, operation, total, block, depth, memory=memory) + second
+        for operation in ("read", "write")
     ]
     (alone,) = _run(jobs[:1])
     read, write = _run(jobs)
@@ -44,12 +45,13 @@ def fio_mixed(folder: Path, total: int, block: int, depth: int) -> dict[str, flo
 
 
 def _fio(path: Path, operation: str, total: int, block: int, depth: int, *, memory: bool) -> float:
-    job = _job(path, operation, total, block, depth, memory=memory)
+    job = job_of(path, operation, total, block, depth, memory=memory)
     (rate,) = _run([job + (["--end_fsync=1"] if operation == "write" else [])])
     return rate
 
 
-def _job(path: Path, operation: str, total: int, block: int, depth: int, *, memory: bool) -> list[str]:
+def job_of(path: Path, operation: str, total: int, block: int, depth: int, *, memory: bool) -> list[str]:
+    """fio's arguments for a job that moves `total` bytes of the file at `path`."""
     job = [f"--name={operation}", f"--filename={path}", f"--rw={operation}", f"--bs={block}"]
     job += ["--randrepeat=0", "--overwrite=1", "--group_reporting"]
     if memory:
