@@ -164,6 +164,7 @@ def test_fio_holds_the_lock_when_we_are_killed(tmp_path: Path) -> None:
         (["--read-only"], "a folder, where a file would be made"),
         (["--read-only", "--force"], "leave it out, or --force"),
         (["--io-engine", "threads"], "--io-engine"),
+        (["--fragment-bytes", "16MiB", "--depth", "4096"], "come to 64.0 GiB"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(arguments: list[str], says: str, tmp_path: Path) -> None:

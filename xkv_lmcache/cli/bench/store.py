@@ -26,11 +26,15 @@ from xkv_lmcache.cli.bench.trial import (
 )
 from xkv_lmcache.cli.complaint import fail, reason, refuse_settings
 from xkv_lmcache.cli.exit_codes import ExitCode
+from xkv_lmcache.cli.text import byte_text
 from xkv_lmcache.gateway_settings import load
 from xkv_lmcache.problems import SettingsError
 
 if TYPE_CHECKING:
     from xkv_lmcache._native import Trial
+
+MAX_MEMORY = 1024 * MIB
+"""Of the fragments that are under way."""
 
 
 @click.command()
@@ -100,6 +104,11 @@ def store(
         what = "--force" if force else f"{path}, a folder, where a file would be made"
         fail(f"--read-only writes nothing; leave it out, or {what}", ExitCode.USAGE)
     sizes = fragment_bytes(fragments)
+    if (memory := max(sizes) * max(depths)) > MAX_MEMORY:
+        most = byte_text(MAX_MEMORY)
+        fail(
+            f"--depth times --fragment-bytes come to {byte_text(memory)}; take {most} at most", ExitCode.USAGE
+        )
     cases = [
         Case(operation, size, depth)
         for operation in OPERATIONS
