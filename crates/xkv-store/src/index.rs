@@ -121,16 +121,13 @@ impl Index {
 
     /// Looks at a present object.
     pub(crate) fn with<T>(&self, key: &ObjectKey, look: impl FnOnce(&Arc<Entry>) -> T) -> Option<T> {
-        match self.shard(key.digest()).read().get(key.digest()) {
-            Some(State::Present(entry)) if entry.key == *key => Some(look(entry)),
-            _ => None,
-        }
+        self.with_digest(key.digest(), |entry| (entry.key == *key).then(|| look(entry))).flatten()
     }
 
     /// Looks at a present object known by digest alone.
-    pub(crate) fn by_digest(&self, digest: &Digest) -> Option<Arc<Entry>> {
+    pub(crate) fn with_digest<T>(&self, digest: &Digest, look: impl FnOnce(&Arc<Entry>) -> T) -> Option<T> {
         match self.shard(digest).read().get(digest) {
-            Some(State::Present(entry)) => Some(entry.clone()),
+            Some(State::Present(entry)) => Some(look(entry)),
             _ => None,
         }
     }

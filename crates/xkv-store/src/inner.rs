@@ -121,7 +121,7 @@ impl Inner {
         let start = records.len();
         while records.len() - start + record::HEADER + 40 <= limit {
             let Some(digest) = touched.pop() else { break };
-            if let Some(entry) = self.index.by_digest(&digest) {
+            if let Some(entry) = self.index.with_digest(&digest, Arc::clone) {
                 entry.touched.store(false, Ordering::Relaxed);
                 record::put_touch(records, &digest, entry.recency.load(Ordering::Relaxed));
             }

@@ -138,15 +138,16 @@ impl Store {
     }
 
     /// Drives that the object has fragments on, as a bit set (drive 0 is bit 0; drives beyond 63 share bit 63); none
-    /// when absent. In memory.
+    /// when absent. In memory. The digest decides, as for [`Store::drives_of_digest`]; a lease compares the whole key.
     pub fn drives_of(&self, key: &ObjectKey) -> Option<u64> {
-        let inner = &self.0.inner;
-        inner.index.with(key, |entry| inner.drive_set(entry))
+        self.drives_of_digest(key.digest())
     }
 
     /// [`Store::drives_of`] for an object known by its digest alone.
     pub fn drives_of_digest(&self, digest: &Digest) -> Option<u64> {
-        self.0.inner.index.by_digest(digest).map(|entry| self.0.inner.drive_set(&entry))
+        // In a large store every step to another place in memory costs as much as the rest of a lookup: with one drive the
+        // entry itself is not looked at.
+        self.0.inner.index.with_digest(digest, |entry| self.0.inner.drive_set(entry))
     }
 
     /// Identity of the store, as hexadecimal digits.
