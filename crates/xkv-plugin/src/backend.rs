@@ -14,10 +14,10 @@ use xkv_store::{FragmentSums, Lent, ObjectKey, Result, Run, SlotBuf, StoreStats}
 /// Takes an answer.
 pub type Done<T> = Box<dyn FnOnce(T) + Send>;
 
-/// Takes a slot back, with a fragment and its checksums in it.
-pub type ReadDone = Box<dyn FnOnce(SlotBuf, io::Result<FragmentSums>) + Send>;
+/// Takes slots back, each with a fragment, and the fragments' checksums.
+pub type ReadDone = Box<dyn FnOnce(Vec<SlotBuf>, io::Result<Vec<FragmentSums>>) + Send>;
 
-/// As [`ReadDone`], of a run read straight into memory that was given back before; checksums of each of its fragments.
+/// As [`ReadDone`], of a run read straight into memory that was given back before.
 pub type StraightDone = Box<dyn FnOnce(io::Result<Vec<FragmentSums>>) + Send>;
 
 /// Drives that an object has fragments on: drive 0 is bit 0, drives from 63 on share bit 63.
@@ -145,9 +145,13 @@ pub trait Reading: Send {
     fn drive(&self, index: u32) -> usize;
     /// A free slot for one of its fragments, or none at once.
     fn take_slot(&self) -> Option<SlotBuf>;
-    /// Reads fragment `index` into the start of `slot`.
-    fn read(&self, index: u32, slot: SlotBuf, done: ReadDone);
-    /// All fragments, in runs: those of several fragments go straight.
+    /// Fragments of a run that can be read into slots at once.
+    fn slots_at_once(&self) -> u32 {
+        1
+    }
+    /// Reads a run of up to so many fragments, each into the start of a slot.
+    fn read(&self, run: Run, slots: Vec<SlotBuf>, done: ReadDone);
+    /// All fragments, in runs that can be read in one go.
     fn runs(&self) -> Vec<Run> {
         (0..self.fragments()).map(Run::one).collect()
     }

@@ -110,8 +110,8 @@ pub enum CopyJob {
     Gather { piece: Piece, place: Place, slot: SlotBuf, deadline: Instant },
     /// A run, for a store straight from L1; refused as above.
     Sum { piece: Piece, place: Place, deadline: Instant },
-    /// Slot to L1, for a load, checked against `sums`.
-    Scatter { piece: Piece, place: Place, slot: SlotBuf, sums: FragmentSums, coverage: Coverage },
+    /// Slots to L1, each a fragment, for a load, checked against `sums`.
+    Scatter { piece: Piece, place: Place, slots: Vec<SlotBuf>, sums: Vec<FragmentSums>, coverage: Coverage },
     /// A run that the drive read straight into L1, checked against `sums` of each fragment.
     Check { piece: Piece, place: Place, sums: Vec<FragmentSums>, coverage: Coverage },
 }
@@ -140,9 +140,9 @@ pub fn do_job(job: CopyJob) -> Message {
             let summed = catch_unwind(AssertUnwindSafe(|| summed(piece, &place, deadline)));
             Message::Gathered { piece, outcome: summed.unwrap_or(Gathering::Closed) }
         }
-        CopyJob::Scatter { piece, place, slot, sums, coverage } => {
-            let copied = catch_unwind(AssertUnwindSafe(|| scattered(piece, &place, &slot, sums, coverage)));
-            drop(slot);
+        CopyJob::Scatter { piece, place, slots, sums, coverage } => {
+            let copied = catch_unwind(AssertUnwindSafe(|| scattered(piece, &place, &slots, &sums, coverage)));
+            drop(slots);
             Message::Scattered { piece, outcome: copied.unwrap_or(Scattering::Closed) }
         }
         CopyJob::Check { piece, place, sums, coverage } => {
@@ -185,14 +185,24 @@ fn sums_of(index: u32, place: &Place, coverage: Coverage) -> Option<FragmentSums
     place.buffer.sum(offset, len, &mut summer).then(|| summer.finish())
 }
 
-fn scattered(piece: Piece, place: &Place, slot: &[u8], sums: FragmentSums, coverage: Coverage) -> Scattering {
-    let index = piece.run.first;
-    let (offset, len) = place.of(index);
-    let mut summer = place.summer(index, coverage);
-    if !place.buffer.scatter(offset, &slot[..len], &mut summer) {
-        return Scattering::Closed;
+fn scattered(
+    piece: Piece,
+    place: &Place,
+    slots: &[SlotBuf],
+    sums: &[FragmentSums],
+    coverage: Coverage,
+) -> Scattering {
+    for ((index, slot), &wanted) in piece.run.fragments().zip(slots).zip(sums) {
+        let (offset, len) = place.of(index);
+        let mut summer = place.summer(index, coverage);
+        if !place.buffer.scatter(offset, &slot[..len], &mut summer) {
+            return Scattering::Closed;
+        }
+        if !agree(summer.finish(), wanted, coverage) {
+            return Scattering::Damaged(index);
+        }
     }
-    if agree(summer.finish(), sums, coverage) { Scattering::Done } else { Scattering::Damaged(index) }
+    Scattering::Done
 }
 
 fn checked(piece: Piece, place: &Place, sums: &[FragmentSums], coverage: Coverage) -> Scattering {

@@ -215,9 +215,9 @@ impl Reading for Leased {
         self.slots.try_take()
     }
 
-    fn read(&self, index: u32, slot: SlotBuf, done: ReadDone) {
-        let sums = self.lease.sums(index);
-        self.lease.read(index, slot, Box::new(move |slot, read| done(slot, read.map(|()| sums))));
+    fn read(&self, run: Run, slots: Vec<SlotBuf>, done: ReadDone) {
+        let sums = run.fragments().map(|index| self.lease.sums(index)).collect();
+        self.lease.read_slots(run, slots, Box::new(move |slots, read| done(slots, read.map(|()| sums))));
     }
 
     fn runs(&self) -> Vec<Run> {

@@ -97,26 +97,25 @@ impl Reactor {
         load.reading = Some(reading);
     }
 
-    /// Reads a fragment into `slot`; it goes on to a copy thread, or is copied where the engine has time.
-    pub(crate) fn read(&mut self, piece: Piece, slot: SlotBuf) {
+    /// Reads a run into `slots`; it goes on to a copy thread, or is copied where the engine has time.
+    pub(crate) fn read(&mut self, piece: Piece, slots: Vec<SlotBuf>) {
         let load = &self.loads[&piece.ticket];
         let reading = load.reading.as_ref().expect("only opened objects have fragments in the window");
-        let index = piece.run.first;
         let place = self.place(&load.buffer, &load.key);
         let coverage = self.shared.config.verify.coverage();
         let (sender, copies) = (self.sender.clone(), self.copies.clone());
-        let here = reading.has_time(index);
-        let done = move |slot, result: io::Result<FragmentSums>| match result {
+        let here = reading.has_time(piece.run.first);
+        let done = move |slots, result: io::Result<Vec<FragmentSums>>| match result {
             Ok(sums) => {
-                let job = CopyJob::Scatter { piece, place, slot, sums, coverage };
+                let job = CopyJob::Scatter { piece, place, slots, sums, coverage };
                 hand_on(job, here, &sender, &copies);
             }
             Err(error) => {
-                drop(slot);
+                drop(slots);
                 let _ = sender.send(Message::Scattered { piece, outcome: Scattering::Failed(error) });
             }
         };
-        reading.read(index, slot, Box::new(done));
+        reading.read(piece.run, slots, Box::new(done));
     }
 
     /// Has the drive read a run straight into its buffer, if it can; false otherwise, and nothing happened.

@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use tracing::Level;
-use xkv_store::{Digest, ObjectKey, Result};
+use xkv_store::{Digest, ObjectKey, Result, SlotBuf};
 
 use crate::backend::{Backend, DriveSet, UNREACHABLE, drive_set};
 use crate::connector::{CLOSED, Shared};
 use crate::copy::CopyJob;
 use crate::stats::{Miss, Outcome};
-use crate::task::{Batch, Class, Completion, LoadKey, Message, Operation, Question, StoreKey};
+use crate::task::{Batch, Class, Completion, LoadKey, Message, Operation, Piece, Question, StoreKey};
 use crate::window::Window;
 
 /// Messages taken between two looks at clocks and slots.
@@ -33,6 +33,18 @@ const LAST_MOMENT: Duration = Duration::from_secs(570);
 /// Fragments under way at most.
 fn in_flight(backend: &dyn Backend) -> usize {
     backend.slots().min(backend.useful_in_flight())
+}
+
+/// What there is for a piece that does not go straight.
+enum Room {
+    /// A slot for each fragment.
+    Slots(Vec<SlotBuf>),
+    /// Its fragments have to go one by one.
+    Apart,
+    /// Too few slots are free.
+    Full,
+    /// Its object was answered meanwhile.
+    Answered,
 }
 
 pub struct Reactor {
@@ -174,39 +186,41 @@ impl Reactor {
             if straight {
                 continue;
             }
-            if piece.run.count > 1 {
-                self.window.split(piece);
-                continue;
-            }
-            // From where the object is: a slot of one session is of no use in another.
-            let slot = match piece.class {
-                Class::Load => self
-                    .loads
-                    .get(&piece.ticket)
-                    .filter(|load| load.ending.is_none())
-                    .and_then(|load| load.reading.as_ref())
-                    .map(|r| r.take_slot()),
-                Class::Store => {
-                    self.stores.get(&piece.ticket).and_then(|store| store.txn.as_ref()).map(|t| t.take_slot())
+            match self.room(piece) {
+                Room::Slots(slots) if piece.class == Class::Load => self.read(piece, slots),
+                Room::Slots(mut slots) => slots.drain(..).for_each(|slot| self.gather(piece, slot)),
+                Room::Apart => self.window.split(piece),
+                Room::Answered => self.window.landed(&piece),
+                Room::Full => {
+                    self.window.put_back(piece);
+                    break;
                 }
-            };
-            let Some(slot) = slot else {
-                // Answered meanwhile.
-                self.window.landed(&piece);
-                continue;
-            };
-            let Some(slot) = slot else {
-                self.window.put_back(piece);
-                break;
-            };
-            match piece.class {
-                Class::Load => self.read(piece, slot),
-                Class::Store => self.gather(piece, slot),
             }
         }
         let ahead = in_flight(&*self.shared.backend).min(self.shared.backend.slots() / 4).clamp(16, 1024);
         while self.asked[0] + self.window.ready(Class::Load) < ahead && self.open_next() {}
         while !self.no_room && self.asked[1] + self.window.ready(Class::Store) < ahead && self.begin_next() {}
+    }
+
+    /// Slots for a piece, from where its object is: a slot of one session is of no use in another.
+    fn room(&self, piece: Piece) -> Room {
+        let loading =
+            || self.loads.get(&piece.ticket).filter(|load| load.ending.is_none())?.reading.as_deref();
+        let storing = || self.stores.get(&piece.ticket)?.txn.as_deref();
+        let count = piece.run.count;
+        let slots: Vec<SlotBuf> = match piece.class {
+            Class::Load => match loading() {
+                None => return Room::Answered,
+                Some(reading) if count > reading.slots_at_once() => return Room::Apart,
+                Some(reading) => (0..count).map_while(|_| reading.take_slot()).collect(),
+            },
+            Class::Store => match storing() {
+                None => return Room::Answered,
+                Some(_) if count > 1 => return Room::Apart,
+                Some(txn) => txn.take_slot().into_iter().collect(),
+            },
+        };
+        if slots.len() == count as usize { Room::Slots(slots) } else { Room::Full }
     }
 
     pub(crate) fn new_ticket(&mut self) -> u64 {

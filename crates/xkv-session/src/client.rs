@@ -16,7 +16,7 @@ use xkv_store::{FragmentSums, SlotBuf, SlotPool};
 use crate::control::{
     self, Bye, ClearRequest, Frames, Heartbeat, Hello, Message, RefusalCode, StatusRequest, VERSION, Welcome,
 };
-use crate::entry::{NO_SLOT, Operation, Reply, Request, Status};
+use crate::entry::{MAX_RUN, NO_SLOT, Operation, Reply, Request, Status};
 use crate::memory::{Geometry, MAX_SLOT_BYTES, MAX_SLOTS, RingMemory, SharedQueue};
 use crate::pass;
 use crate::queue::{Consumer, Entry, Producer, QueueMemory};
@@ -88,8 +88,8 @@ impl std::error::Error for SessionError {}
 pub struct Call {
     /// What is asked for.
     pub operation: Operation,
-    /// The slot that goes with it; it comes back with the answer.
-    pub slot: Option<SlotBuf>,
+    /// The slot that goes with it, if any; of a read up to [`MAX_RUN`]. They come back with the answer.
+    pub slots: Vec<SlotBuf>,
     /// Lease or transaction.
     pub handle: u64,
     /// See [`Operation`].
@@ -102,8 +102,8 @@ pub struct Call {
 pub struct Answer {
     /// The gateway's reply, or why there is none.
     pub reply: Result<Reply, SessionError>,
-    /// The call's slot. After the end of a session its memory may still be written to by the gateway.
-    pub slot: Option<SlotBuf>,
+    /// The call's slots. After the end of a session their memory may still be written to by the gateway.
+    pub slots: Vec<SlotBuf>,
 }
 
 /// Takes an answer; on a thread of the session, or the caller's when the session has ended. Must not block.
@@ -111,8 +111,14 @@ pub type Answered = Box<dyn FnOnce(Answer) + Send>;
 
 struct Pending {
     operation: Operation,
-    slot: Option<SlotBuf>,
+    slots: Vec<SlotBuf>,
     done: Answered,
+}
+
+impl Pending {
+    fn answer(self, reply: Result<Reply, SessionError>) {
+        (self.done)(Answer { reply, slots: self.slots });
+    }
 }
 
 struct Outbox {
@@ -271,7 +277,12 @@ impl Inner {
 
     fn call(&self, call: Call, done: Answered) {
         let Call { operation, handle, argument, sums, .. } = call;
-        let slot = call.slot.as_ref().map_or(NO_SLOT, SlotBuf::slot);
+        assert!(call.slots.len() <= MAX_RUN, "a call has {MAX_RUN} slots at most");
+        let slot = call.slots.first().map_or(NO_SLOT, SlotBuf::slot);
+        let mut more = [0; MAX_RUN - 1];
+        for (number, slot) in more.iter_mut().zip(call.slots.iter().skip(1)) {
+            *number = slot.slot() + 1;
+        }
         let mut outbox = self.outbox.lock();
         let number = outbox.next;
         {
@@ -281,15 +292,15 @@ impl Inner {
                 let reason = self.reason.lock().clone();
                 let reason = reason.unwrap_or_else(|| SessionError::new("the session has ended"));
                 let reply = Err(SessionError { unsent: true, ..reason });
-                return done(Answer { reply, slot: call.slot });
+                return done(Answer { reply, slots: call.slots });
             }
             if pending.is_empty() {
                 self.busy_since.store(self.now(), Ordering::Relaxed);
             }
-            pending.insert(number, Pending { operation, slot: call.slot, done });
+            pending.insert(number, Pending { operation, slots: call.slots, done });
         }
         outbox.next += 1;
-        outbox.backlog.push_back(Request { number, operation, slot, handle, argument, sums }.encode());
+        outbox.backlog.push_back(Request { number, operation, slot, handle, argument, sums, more }.encode());
         if let Err(error) = outbox.flush() {
             drop(outbox);
             self.end(SessionError::new(error.to_string()), "corrupt ring");
@@ -328,25 +339,25 @@ impl Inner {
         }
         self.completed.store(self.now(), Ordering::Relaxed);
         let pending = self.pending.lock().remove(&reply.number).ok_or("a reply to nothing")?;
-        let slot = pending.slot.as_ref().map_or(NO_SLOT, SlotBuf::slot);
+        let slot = pending.slots.first().map_or(NO_SLOT, SlotBuf::slot);
         let wrong = if slot != reply.slot {
             Some("a reply with another slot")
         } else if pending.operation != reply.operation {
             Some("a reply to another operation")
         } else if reply.operation == Operation::Read
             && reply.status == Status::Done
-            && reply.value > self.pool.slot_bytes() as u64
+            && reply.value > (self.pool.slot_bytes() * pending.slots.len()) as u64
         {
-            Some("a fragment longer than a slot")
+            Some("more than the slots hold")
         } else {
             None
         };
         if let Some(what) = wrong {
             let reply = Err(SessionError::new(format!("the gateway sent {what}")));
-            (pending.done)(Answer { reply, slot: pending.slot });
+            pending.answer(reply);
             return Err(what);
         }
-        (pending.done)(Answer { reply: Ok(reply), slot: pending.slot });
+        pending.answer(Ok(reply));
         let mut outbox = self.outbox.lock();
         if outbox.backlog.is_empty() { Ok(()) } else { outbox.flush().map_err(|_| "a corrupt ring") }
     }
@@ -371,7 +382,7 @@ impl Inner {
         for (number, pending) in pending {
             let unsent = gone && (number as u32).wrapping_sub(1).wrapping_sub(taken) as i32 >= 0;
             let reply = Err(SessionError { unsent, ..reason.clone() });
-            (pending.done)(Answer { reply, slot: pending.slot });
+            pending.answer(reply);
         }
         self.tell_end(reason);
         // Last, since a connection that takes nothing more would hold the answers up.

@@ -11,7 +11,8 @@
 //! | 24..32 | argument | value |
 //! | 32..36 | full checksum | full checksum |
 //! | 36..40 | sample checksum | sample checksum |
-//! | 40..64 | 0 | 0 |
+//! | 40..52 | further slots, u32 each: 0 none, else slot + 1 | 40..64: checksums of further fragments, as 32..40 |
+//! | 52..64 | 0 | |
 
 use xkv_store::FragmentSums;
 
@@ -19,6 +20,14 @@ use crate::queue::Entry;
 
 /// No slot belongs to the entry.
 pub const NO_SLOT: u32 = u32::MAX;
+
+/// Fragments that one `Read` may ask for.
+pub const MAX_RUN: usize = 4;
+
+/// In the byte of a fragment in the slot of `Open` and `Begin`: the number of its drive.
+pub const DRIVE_BITS: u8 = 0x7f;
+/// As above: it lies right behind the fragment before it on its drive.
+pub const FOLLOWS: u8 = 0x80;
 
 macro_rules! codes {
     ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $code:literal,)* }) => {
@@ -51,9 +60,12 @@ codes! {
         /// drives (bit i of drive i; drives from 63 on share bit 63).
         Lookup = 1,
         /// Slot: namespace length (u32), key length (u32), namespace, key. Reply: handle of a lease, `value` = object
-        /// size; the slot holds a byte per fragment, its drive mod 256, as far as a slot reaches.
+        /// size; the slot holds a byte per fragment, as far as a slot reaches: its drive mod 128, plus 128 when it lies
+        /// right behind the fragment before it on that drive.
         Open = 2,
-        /// Handle of a lease, `argument` = fragment. Reply: the slot holds the fragment, the entry its checksums.
+        /// Handle of a lease, `argument` = fragment (u32), step (u32, above). Reply: the slot holds the fragment, the entry
+        /// its checksums, `value` = bytes. With further slots: fragment + step goes to the first of them, and so on; each
+        /// must lie right behind the one before it.
         Read = 3,
         /// Slot as in `Open`, `argument` = object size. Reply: handle of a transaction; slot as in `Open`.
         Begin = 4,
@@ -116,13 +128,24 @@ pub struct Request {
     pub argument: u64,
     /// Checksums of a written fragment.
     pub sums: FragmentSums,
+    /// Further slots of a read, each plus 1; 0 where there is none.
+    pub more: [u32; MAX_RUN - 1],
 }
 
 impl Request {
+    /// All its slots, in their order; further ones are a read's alone, behind a first.
+    pub fn slots(&self) -> impl Iterator<Item = u32> {
+        let first = (self.slot != NO_SLOT).then_some(self.slot);
+        let several = first.is_some() && self.operation == Operation::Read;
+        let further = self.more.into_iter().take_while(move |&slot| several && slot != 0);
+        first.into_iter().chain(further.map(|slot| slot - 1))
+    }
+
     /// As an entry.
     pub fn encode(&self) -> Entry {
         let head = u64::from(self.operation as u8) | u64::from(self.slot) << 32;
-        [self.number, head, self.handle, self.argument, encode_sums(self.sums), 0, 0, 0]
+        let [a, b, c] = self.more.map(u64::from);
+        [self.number, head, self.handle, self.argument, encode_sums(self.sums), a | b << 32, c, 0]
     }
 
     /// From an entry. None: unknown operation or number 0.
@@ -135,6 +158,7 @@ impl Request {
             handle: entry[2],
             argument: entry[3],
             sums: decode_sums(entry[4]),
+            more: [entry[5] as u32, (entry[5] >> 32) as u32, entry[6] as u32],
         })
     }
 }
@@ -154,8 +178,8 @@ pub struct Reply {
     pub handle: u64,
     /// See [`Operation`].
     pub value: u64,
-    /// Checksums of a read fragment.
-    pub sums: FragmentSums,
+    /// Checksums of each fragment read; what is left is 0.
+    pub sums: [FragmentSums; MAX_RUN],
 }
 
 impl Reply {
@@ -163,7 +187,8 @@ impl Reply {
     pub fn encode(&self) -> Entry {
         let head =
             u64::from(self.operation as u8) | u64::from(self.status as u8) << 8 | u64::from(self.slot) << 32;
-        [self.number, head, self.handle, self.value, encode_sums(self.sums), 0, 0, 0]
+        let [a, b, c, d] = self.sums.map(encode_sums);
+        [self.number, head, self.handle, self.value, a, b, c, d]
     }
 
     /// From an entry. None: unknown operation or status.
@@ -175,7 +200,7 @@ impl Reply {
             slot: (entry[1] >> 32) as u32,
             handle: entry[2],
             value: entry[3],
-            sums: decode_sums(entry[4]),
+            sums: [4, 5, 6, 7].map(|word| decode_sums(entry[word])),
         })
     }
 }
@@ -203,6 +228,7 @@ mod tests {
             handle: 9,
             argument: 3,
             sums,
+            more: [0x0c0b_0a09, 2, 0],
         };
         let bytes: Vec<u8> = request.encode().iter().flat_map(|word| word.to_le_bytes()).collect();
         let expected = [
@@ -211,7 +237,8 @@ mod tests {
             &[9, 0, 0, 0, 0, 0, 0, 0],
             &[3, 0, 0, 0, 0, 0, 0, 0],
             &[1, 2, 3, 4, 5, 6, 7, 8],
-            &[0; 24],
+            &[9, 10, 11, 12, 2, 0, 0, 0],
+            &[0; 16],
         ];
         assert_eq!(bytes, expected.concat());
         let reply = Reply {
@@ -221,15 +248,17 @@ mod tests {
             slot: NO_SLOT,
             handle: 0,
             value: 5,
-            sums: FragmentSums::default(),
+            sums: [FragmentSums::default(), FragmentSums::default(), sums, FragmentSums::default()],
         };
         let bytes: Vec<u8> = reply.encode().iter().flat_map(|word| word.to_le_bytes()).collect();
         let expected = [
             &[1, 0, 0, 0, 0, 0, 0, 0][..],
             &[3, 7, 0, 0, 0xff, 0xff, 0xff, 0xff],
             &[0; 8],
-            &[5, 0, 0, 0],
-            &[0; 36],
+            &[5, 0, 0, 0, 0, 0, 0, 0],
+            &[0; 16],
+            &[1, 2, 3, 4, 5, 6, 7, 8],
+            &[0; 8],
         ];
         assert_eq!(bytes, expected.concat());
     }

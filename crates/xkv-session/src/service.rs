@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use xkv_store::{
-    Begin, Digest, ErrorKind, FragmentSums, Lease, MAX_KEY_BYTES, ObjectKey, SlotBuf, SlotPool, Store, Txn,
-    fragment_sums,
+    Begin, Digest, ErrorKind, FragmentSums, Lease, MAX_KEY_BYTES, ObjectKey, Run, SlotBuf, SlotPool, Store,
+    Txn, fragment_sums,
 };
 
-use crate::entry::{NO_SLOT, Operation, Reply, Request, Status};
+use crate::entry::{DRIVE_BITS, FOLLOWS, MAX_RUN, NO_SLOT, Operation, Reply, Request, Status};
 use crate::failures::{Failures, is_full};
 use crate::memory::{RingMemory, SharedQueue, SlotTable};
 use crate::queue::{Consumer, Corrupt, Producer, QueueMemory};
@@ -82,10 +82,14 @@ struct Owed {
 
 impl Owed {
     fn give(self, status: Status) {
-        self.give_value(status, 0, 0, FragmentSums::default());
+        self.give_value(status, 0, 0);
     }
 
-    fn give_value(self, status: Status, handle: u64, value: u64, sums: FragmentSums) {
+    fn give_value(self, status: Status, handle: u64, value: u64) {
+        self.give_sums(status, handle, value, Default::default());
+    }
+
+    fn give_sums(self, status: Status, handle: u64, value: u64, sums: [FragmentSums; MAX_RUN]) {
         let Request { number, operation, slot, .. } = self.request;
         self.replies.answer(&Reply { number, operation, status, slot, handle, value, sums });
     }
@@ -220,7 +224,7 @@ impl Service {
     }
 
     fn send_space(&self) {
-        let (operation, status, sums) = (Operation::Space, Status::Done, FragmentSums::default());
+        let (operation, status, sums) = (Operation::Space, Status::Done, Default::default());
         let mut producer = self.replies.producer.lock();
         // Every request in flight has a place for its reply.
         if producer.room().is_ok_and(|room| u64::from(room) > self.replies.in_flight.load(Ordering::SeqCst)) {
@@ -306,16 +310,17 @@ impl Service {
 
     fn handle(self: &Arc<Self>, request: Request, handles: &mut Handles) -> Result<(), String> {
         let owed = Owed { replies: self.replies.clone(), request };
-        let slot = match request.slot {
-            NO_SLOT => None,
-            slot => Some(self.slots.take(slot).ok_or_else(|| format!("slot {slot} is unknown or in use"))?),
-        };
-        match (request.operation, slot) {
+        let taken = |slot| self.slots.take(slot).ok_or_else(|| format!("slot {slot} is unknown or in use"));
+        let mut slots = request.slots().map(taken).collect::<Result<Vec<_>, _>>()?;
+        if request.operation == Operation::Read && !slots.is_empty() {
+            self.read(owed, slots, handles);
+            return Ok(());
+        }
+        match (request.operation, slots.pop()) {
             (Operation::Lookup, Some(slot)) => self.lookup(owed, slot),
             (Operation::Open, Some(slot)) => self.open(owed, slot, handles),
             (Operation::Begin, Some(slot)) => self.begin(owed, slot, handles),
             (Operation::Remove, Some(slot)) => self.remove(owed, slot),
-            (Operation::Read, Some(slot)) => self.read(owed, slot, handles),
             (Operation::Write, Some(slot)) => self.write(owed, slot, handles),
             (Operation::Commit, None) => self.commit(owed, handles),
             (Operation::Discard, None) => self.discard(owed, handles),
@@ -374,14 +379,12 @@ impl Service {
             drop(slot);
             return owed.give(Status::Absent);
         };
-        for (i, place) in slot.iter_mut().take(lease.fragments() as usize).enumerate() {
-            *place = lease.drive(i as u32) as u8;
-        }
+        describe(&mut slot, (0..lease.fragments()).map(|index| lease.place(index)));
         drop(slot);
         let (handle, size) = (handles.number(), lease.size());
         handles.leases.insert(handle, Arc::new(lease));
         self.count(handles);
-        owed.give_value(Status::Done, handle, size, FragmentSums::default());
+        owed.give_value(Status::Done, handle, size);
     }
 
     fn begin(&self, owed: Owed, mut slot: SlotBuf, handles: &mut Handles) {
@@ -398,14 +401,12 @@ impl Service {
         let doubted = self.rechecks.lock().doubted.contains(key.digest());
         let status = match self.store.begin(&key, owed.request.argument) {
             Begin::Txn(txn) => {
-                for (i, place) in slot.iter_mut().take(txn.fragments() as usize).enumerate() {
-                    *place = txn.drive(i as u32) as u8;
-                }
+                describe(&mut slot, (0..txn.fragments()).map(|index| txn.place(index)));
                 drop(slot);
                 let (handle, sums) = (handles.number(), vec![None; txn.fragments() as usize]);
                 handles.txns.insert(handle, OpenTxn { txn, sums, full: Arc::default() });
                 self.count(handles);
-                return owed.give_value(Status::Done, handle, 0, FragmentSums::default());
+                return owed.give_value(Status::Done, handle, 0);
             }
             // Told "present" now, the client would not store it again.
             Begin::Present if doubted => Status::Busy,
@@ -428,33 +429,37 @@ impl Service {
         drop(slot);
         let Some(key) = key else { return owed.give(Status::Invalid) };
         let done = move |outcome: xkv_store::Result<bool>| match outcome {
-            Ok(found) => owed.give_value(Status::Done, 0, found.into(), FragmentSums::default()),
+            Ok(found) => owed.give_value(Status::Done, 0, found.into()),
             Err(error) => owed.give(status_of(&error)),
         };
         self.store.remove(&key, Box::new(done));
     }
 
-    fn read(&self, owed: Owed, slot: SlotBuf, handles: &Handles) {
+    fn read(&self, owed: Owed, slots: Vec<SlotBuf>, handles: &Handles) {
         let Request { handle, argument, .. } = owed.request;
-        let lease = handles.leases.get(&handle).filter(|lease| argument < u64::from(lease.fragments()));
+        let run = Run { first: argument as u32, step: (argument >> 32) as u32, count: slots.len() as u32 };
+        let lease = handles.leases.get(&handle).filter(|lease| lies_together(run, lease));
         let Some(lease) = lease else {
-            drop(slot);
+            drop(slots);
             return owed.give(Status::Invalid);
         };
-        let index = argument as u32;
-        let (sums, bytes) = (lease.sums(index), lease.fragment_len(index) as u64);
-        let done = move |slot: SlotBuf, outcome: io::Result<()>| {
-            // The client may use the slot again as soon as it has the reply.
-            drop(slot);
+        let bytes = run.fragments().map(|index| lease.fragment_len(index) as u64).sum();
+        let mut sums = [FragmentSums::default(); MAX_RUN];
+        for (sums, index) in sums.iter_mut().zip(run.fragments()) {
+            *sums = lease.sums(index);
+        }
+        let done = move |slots: Vec<SlotBuf>, outcome: io::Result<()>| {
+            // The client may use the slots again as soon as it has the reply.
+            drop(slots);
             match outcome {
                 Ok(()) => {
                     owed.replies.bytes_read.fetch_add(bytes, Ordering::Relaxed);
-                    owed.give_value(Status::Done, 0, bytes, sums);
+                    owed.give_sums(Status::Done, 0, bytes, sums);
                 }
                 Err(error) => owed.give_io(&error),
             }
         };
-        lease.read(index, slot, Box::new(done));
+        lease.read_slots(run, slots, Box::new(done));
     }
 
     fn write(&self, owed: Owed, slot: SlotBuf, handles: &mut Handles) {
@@ -501,7 +506,7 @@ impl Service {
             Ok(()) => owed.give(Status::Done),
             Err(error) => {
                 let errno = error.errno().unwrap_or(0) as u64;
-                owed.give_value(status_of(&error), 0, errno, FragmentSums::default());
+                owed.give_value(status_of(&error), 0, errno);
             }
         };
         txn.commit(sums, Box::new(done));
@@ -536,7 +541,7 @@ impl Service {
                 }
                 service.rechecks.lock().doubted.remove(lease.key().digest());
                 drop(lease);
-                owed.give_value(Status::Done, 0, damaged.into(), FragmentSums::default());
+                owed.give_value(Status::Done, 0, damaged.into());
                 service.tell_space();
             }
         };
@@ -549,7 +554,7 @@ impl Service {
 impl Owed {
     fn give_io(self, error: &io::Error) {
         let errno = error.raw_os_error().unwrap_or(0) as u64;
-        self.give_value(Status::Io, 0, errno, FragmentSums::default());
+        self.give_value(Status::Io, 0, errno);
     }
 }
 
@@ -567,6 +572,27 @@ fn status_of(error: &xkv_store::Error) -> Status {
         ErrorKind::Invalid => Status::Invalid,
         _ => Status::Io,
     }
+}
+
+/// Writes the byte of each fragment, as far as the slot reaches.
+fn describe(slot: &mut SlotBuf, places: impl Iterator<Item = (usize, u32)>) {
+    let mut last = [None; DRIVE_BITS as usize + 1];
+    for (byte, (drive, place)) in slot.iter_mut().zip(places) {
+        let label = drive as u8 & DRIVE_BITS;
+        let before = last[label as usize].replace((drive, place));
+        let follows = place.checked_sub(1).is_some_and(|place| before == Some((drive, place)));
+        *byte = label | if follows { FOLLOWS } else { 0 };
+    }
+}
+
+/// Whether these are fragments of an object, and lie one behind another on a drive.
+fn lies_together(run: Run, lease: &Lease) -> bool {
+    let last = u64::from(run.first) + u64::from(run.count - 1) * u64::from(run.step);
+    if last >= u64::from(lease.fragments()) || (run.count > 1) != (run.step > 0) {
+        return false;
+    }
+    let (drive, start) = lease.place(run.first);
+    (start..).zip(run.fragments()).all(|(slot, index)| lease.place(index) == (drive, slot))
 }
 
 /// Copies the key out of a slot. None: lengths that cannot be right.

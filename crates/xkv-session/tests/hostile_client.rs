@@ -126,6 +126,64 @@ fn senseless_requests_are_answered_as_invalid() {
     assert_floor(&rig);
 }
 
+#[test]
+fn a_run_is_read_where_it_lies_together_and_nowhere_else() {
+    let _alone = alone();
+    let rig = large_rig();
+    let witness = Witness::start(&rig);
+    let mut raw = Raw::open(&rig).unwrap();
+    let txns: Vec<u64> = ["a", "b"]
+        .map(|name| {
+            raw.put_key(0, name);
+            done(&mut raw, Begin, 0, 0, 4 * 4096 + 100).handle
+        })
+        .into();
+    for (&txn, name) in txns.iter().zip(1u8..) {
+        for index in 0..5 {
+            raw.put_slot(1, &[16 * name + index; 4096]);
+            done(&mut raw, Write, 1, txn, u64::from(index));
+        }
+        done(&mut raw, Commit, NO_SLOT, txn, 0);
+    }
+    raw.put_key(0, "a");
+    let lease = done(&mut raw, Open, 0, 0, 0).handle;
+    // Drive 0, and all but the first lie behind the one before them.
+    assert_eq!(raw.get::<5>(raw.slot_offset(0)), [0, 0x80, 0x80, 0x80, 0x80]);
+
+    let run = |first: u64, step: u64| first | step << 32;
+    let read = raw.call_slots(Read as u8, &[7, 2, 5, 3], lease, run(1, 1)).unwrap();
+    assert_eq!((read.status, read.value), (Status::Done as u8, 3 * 4096 + 100));
+    for (slot, index) in [(7, 1), (2, 2), (5, 3), (3, 4)] {
+        assert_eq!(raw.get::<64>(raw.slot_offset(slot)), [16 + index; 64], "slot {slot}");
+    }
+    // The first half of a run, in other slots.
+    let read = raw.call_slots(Read as u8, &[3, 7], lease, run(0, 1)).unwrap();
+    assert_eq!((read.status, read.value), (Status::Done as u8, 2 * 4096));
+    assert_eq!((raw.get::<64>(raw.slot_offset(3)), raw.get::<64>(raw.slot_offset(7))), ([16; 64], [17; 64]));
+
+    let senseless = [
+        (vec![1, 2], run(0, 0)),
+        (vec![1, 2], run(0, 2)),
+        (vec![1, 2], run(4, 1)),
+        (vec![1, 2, 3, 4], run(2, 1)),
+        (vec![1, 2], run(1, u64::from(u32::MAX))),
+        (vec![1, 2], run(u64::from(u32::MAX), 1)),
+        (vec![1], run(0, 1)),
+    ];
+    for (slots, argument) in senseless {
+        let reply = raw.call_slots(Read as u8, &slots, lease, argument).expect("the session lives on");
+        assert_eq!(reply.status, Status::Invalid as u8, "{slots:?} {argument:#x}");
+    }
+    // Of other operations further slots mean nothing, and of a read without a first one.
+    let reply = raw.call_slots(Lookup as u8, &[1, 1, 70_000], 0, 0).unwrap();
+    assert_eq!(reply.status, Status::Done as u8);
+    let reply = raw.call_slots(Read as u8, &[NO_SLOT, 1], lease, run(0, 1)).unwrap();
+    assert_eq!(reply.status, Status::Invalid as u8);
+    witness.finish();
+    drop(raw);
+    assert_floor(&rig);
+}
+
 /// What the client writes, and what the gateway says of it in its log.
 type Breach = (&'static str, fn(&mut Raw));
 
@@ -149,6 +207,14 @@ fn a_breach_of_the_ring_ends_the_session_and_no_other() {
         }),
         ("a slot beyond the last", |raw| _ = raw.send(Lookup as u8, raw.slots, 0, 1)),
         ("a slot far beyond the last", |raw| _ = raw.send(Lookup as u8, u32::MAX - 1, 0, 1)),
+        ("a further slot beyond the last", |raw| {
+            let beyond = raw.slots;
+            raw.send_slots(Read as u8, &[0, beyond], 1, 0);
+        }),
+        ("a further slot far beyond the last", |raw| {
+            raw.send_slots(Read as u8, &[0, 1, u32::MAX - 1], 1, 0);
+        }),
+        ("a slot twice in one request", |raw| _ = raw.send_slots(Read as u8, &[3, 4, 3], 1, 0)),
         ("an empty entry", |raw| {
             raw.push(&[0; 64]);
             raw.publish();

@@ -263,8 +263,8 @@ impl Opened {
     /// Makes a call; the request as it came.
     fn call(&mut self, operation: Operation, slot: bool) -> (Request, Receiver<Answer>) {
         let (sender, receiver) = channel();
-        let slot = slot.then(|| slot_of(&self.session));
-        let call = Call { operation, slot, handle: 1, argument: 0, sums: FragmentSums::default() };
+        let slots = slot.then(|| slot_of(&self.session)).into_iter().collect();
+        let call = Call { operation, slots, handle: 1, argument: 0, sums: FragmentSums::default() };
         self.session.call(call, Box::new(move |answer| _ = sender.send(answer)));
         loop {
             match self.requests.pop().unwrap() {
@@ -296,7 +296,7 @@ fn honest(request: &Request) -> Reply {
         slot: request.slot,
         handle: 0,
         value: 0,
-        sums: FragmentSums::default(),
+        sums: Default::default(),
     }
 }
 
@@ -328,7 +328,7 @@ fn a_breach_of_the_ring_ends_the_session_and_answers_every_call_once() {
         (
             "a long fragment",
             |o, r| o.reply(Reply { value: FRAGMENT as u64 + 1, ..honest(&r) }),
-            "longer than a slot",
+            "more than the slots hold",
         ),
         (
             "an unknown operation",
@@ -365,7 +365,7 @@ fn a_breach_of_the_ring_ends_the_session_and_answers_every_call_once() {
                 o.memory.submissions().head().store(1 << 20, Ordering::SeqCst);
                 let call = Call {
                     operation: Operation::Close,
-                    slot: None,
+                    slots: Vec::new(),
                     handle: 1,
                     argument: 0,
                     sums: FragmentSums::default(),
@@ -391,7 +391,7 @@ fn a_breach_of_the_ring_ends_the_session_and_answers_every_call_once() {
         let reason = o.ends.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("{what}: no end"));
         assert!(reason.contains(text), "{what}: {reason}");
         let answered = answer.recv_timeout(PATIENCE).unwrap();
-        assert!(answered.reply.is_err() && answered.slot.is_some(), "{what}");
+        assert!(answered.reply.is_err() && !answered.slots.is_empty(), "{what}");
         assert!(answer.recv().is_err() && o.ends.recv().is_err(), "{what}: told twice");
         assert!(!o.session.is_open());
         drop((o, answered));
@@ -427,7 +427,7 @@ fn random_replies_and_indices_cost_only_the_session() {
         completions.wake();
         o.control.shutdown(std::net::Shutdown::Both).unwrap();
         let answered = answer.recv_timeout(PATIENCE).expect("answered");
-        assert!(answered.slot.is_some(), "seed {seed}");
+        assert!(!answered.slots.is_empty(), "seed {seed}");
         o.ends.recv_timeout(PATIENCE).expect("the end is told");
     }
     floor.await_again();
@@ -493,7 +493,7 @@ fn hooks_may_use_the_session() {
         session.on_space(Box::new(|| ()));
         let close = Call {
             operation: Operation::Close,
-            slot: None,
+            slots: Vec::new(),
             handle: 0,
             argument: 0,
             sums: FragmentSums::default(),
@@ -508,7 +508,7 @@ fn hooks_may_use_the_session() {
         slot: NO_SLOT,
         handle: 0,
         value: 0,
-        sums: FragmentSums::default(),
+        sums: Default::default(),
     };
     o.reply(event);
     await_until("the hook ran through", || told.load(Ordering::SeqCst) == 1);
@@ -520,7 +520,7 @@ fn hooks_may_use_the_session() {
         let sender = sender.clone();
         let call = Call {
             operation: Operation::Close,
-            slot: None,
+            slots: Vec::new(),
             handle: 0,
             argument: 0,
             sums: FragmentSums::default(),

@@ -29,13 +29,38 @@ fn the_entries_shown_are_those_of_the_code() {
         .filter(is_hex)
         .flat_map(|line| line.split_whitespace().filter_map(|byte| u8::from_str_radix(byte, 16).ok()))
         .collect();
+    let sums = FragmentSums { full: 0x0403_0201, sample: 0x0807_0605 };
     let request = Request {
         number: 0x1122_3344_5566_7788,
         operation: Operation::Write,
         slot: 7,
         handle: 9,
         argument: 3,
-        sums: FragmentSums { full: 0x0403_0201, sample: 0x0807_0605 },
+        sums,
+        more: [0; 3],
+    };
+    let read = Request {
+        number: 2,
+        operation: Operation::Read,
+        slot: 7,
+        handle: 9,
+        argument: 3 | 2 << 32,
+        sums: FragmentSums::default(),
+        more: [5 + 1, 0, 0],
+    };
+    let done = Reply {
+        number: 2,
+        operation: Operation::Read,
+        status: Status::Done,
+        slot: 7,
+        handle: 0,
+        value: 0x2000,
+        sums: [
+            sums,
+            FragmentSums { full: 0x0c0b_0a09, sample: 0x100f_0e0d },
+            Default::default(),
+            Default::default(),
+        ],
     };
     let reply = Reply {
         number: 1,
@@ -44,9 +69,10 @@ fn the_entries_shown_are_those_of_the_code() {
         slot: NO_SLOT,
         handle: 0,
         value: 5,
-        sums: FragmentSums::default(),
+        sums: Default::default(),
     };
-    let expected = [request.encode(), reply.encode()].concat();
+    let expected = [request, read].map(|r| r.encode()).into_iter().chain([done, reply].map(|r| r.encode()));
+    let expected: Vec<u64> = expected.flatten().collect();
     assert_eq!(bytes, expected.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>());
 }
 

@@ -156,7 +156,7 @@ fn the_end_of_the_gateway_answers_everything() {
     let (sender, receiver) = std::sync::mpsc::channel();
     let read = client::Call {
         operation: Operation::Read,
-        slot: Some(slot(&session)),
+        slots: vec![slot(&session)],
         handle: opened.handle,
         argument: 0,
         sums: Default::default(),
@@ -236,7 +236,7 @@ fn many_damaged_objects_at_once_are_all_removed() {
         let (sender, receiver) = std::sync::mpsc::channel();
         let discard = client::Call {
             operation: Operation::Discard,
-            slot: None,
+            slots: Vec::new(),
             handle: opened.handle,
             argument: 0,
             sums: Default::default(),
@@ -282,7 +282,7 @@ fn calls_that_a_gateway_had_not_taken_when_it_left_are_told_apart() {
         for number in 0..5 {
             let lookup = client::Call {
                 operation: Operation::Lookup,
-                slot: Some(slot(&session)),
+                slots: vec![slot(&session)],
                 handle: 0,
                 argument: 0,
                 sums: Default::default(),
@@ -320,7 +320,7 @@ fn an_object_that_is_being_doubted_can_be_stored_again() {
             call(&session, Operation::Open, Some(key_slot(&session, &key("a"))), 0, 0).reply.unwrap();
         let discard = client::Call {
             operation: Operation::Discard,
-            slot: None,
+            slots: Vec::new(),
             handle: opened.handle,
             argument: 0,
             sums: Default::default(),
@@ -362,8 +362,8 @@ fn an_event_follows_every_answer_that_tells_to_wait() {
     waiter.on_space(Box::new(move || _ = event.send(None)));
     let ask = |name: &xkv_store::ObjectKey| {
         let sender = sender.clone();
-        let (operation, slot) = (Operation::Begin, Some(key_slot(&waiter, name)));
-        let call = client::Call { operation, slot, handle: 0, argument: 1, sums: Default::default() };
+        let (operation, slots) = (Operation::Begin, vec![key_slot(&waiter, name)]);
+        let call = client::Call { operation, slots, handle: 0, argument: 1, sums: Default::default() };
         waiter.call(call, Box::new(move |answer| _ = sender.send(answer.reply.ok())));
     };
     let (mut waits, mut round) = (0, 0);

@@ -11,13 +11,13 @@ use crate::buf::{Lent, SlotBuf};
 use crate::checksum::FragmentSums;
 use crate::commit::Commits;
 use crate::index::{Entry, Index};
-use crate::io::engine::{IoDone, LentDone, LentRequest};
+use crate::io::engine::{IoDone, LentDone, LentRequest, SlotsDone, SlotsRequest};
 use crate::io::{BLOCK, Device, IoEngine, IoRequest, Op as IoOp};
 use crate::key::Digest;
 use crate::layout::Uuid;
 use crate::record::{self, manifest_bytes};
 use crate::recover::Live;
-use crate::run::{self, Run};
+use crate::run::{self, RUN_BYTES, Run};
 use crate::signals::Signals;
 
 /// One drive: where its slots are, and what moves bytes.
@@ -169,23 +169,42 @@ impl Inner {
             let straight = self.goes_straight(slot, self.fragment_len(size, index as u32));
             straight.then(|| self.allocator.place(slot))
         };
-        run::runs(slots.iter().enumerate().map(place), self.fragment_bytes, self.drives.len())
+        let most = (RUN_BYTES / self.fragment_bytes).max(1);
+        run::runs(slots.iter().enumerate().map(place), most, self.drives.len())
     }
 
     /// Starts the I/O of a run of the object in `slots`, in memory of somebody else.
     pub(crate) fn io_straight(&self, op: IoOp, slots: &[u32], run: Run, memory: Lent, done: LentDone) {
+        let (drive, offset) = self.place_of(slots, run, memory.len());
+        drive.engine.submit_lent(LentRequest { op, offset, memory, done });
+    }
+
+    /// Starts reading a run of the object in `slots`, `len` bytes, into as many slots of memory.
+    pub(crate) fn read_slots(
+        &self,
+        slots: &[u32],
+        run: Run,
+        len: usize,
+        bufs: Vec<SlotBuf>,
+        done: SlotsDone,
+    ) {
+        let len = len.next_multiple_of(BLOCK);
+        let (drive, offset) = self.place_of(slots, run, len);
+        drive.engine.submit_slots(SlotsRequest { op: IoOp::Read, offset, len, slots: bufs, done });
+    }
+
+    /// Drive and position of a run of `len` bytes of the object in `slots`.
+    fn place_of(&self, slots: &[u32], run: Run, len: usize) -> (&Drive, u64) {
         let slot = slots[run.first as usize];
         // What follows on the drive must be the object's own.
         assert!(
             (slot..).zip(run.fragments()).all(|(slot, index)| slots[index as usize] == slot)
-                && memory.len() <= run.count as usize * self.fragment_bytes,
-            "{run:?} is not a run of {slots:?}, or has other than {} bytes",
-            memory.len()
+                && len <= run.count as usize * self.fragment_bytes,
+            "{run:?} is not a run of {slots:?}, or has other than {len} bytes"
         );
         let (drive, slot) = self.allocator.place(slot);
         let drive = &self.drives[drive];
-        let offset = drive.slots_offset + u64::from(slot) * self.fragment_bytes as u64;
-        drive.engine.submit_lent(LentRequest { op, offset, memory, done });
+        (drive, drive.slots_offset + u64::from(slot) * self.fragment_bytes as u64)
     }
 
     /// Takes over the objects that recovery found.

@@ -8,7 +8,7 @@ use crate::checksum::FragmentSums;
 use crate::index::Entry;
 use crate::inner::Inner;
 use crate::io::Op as IoOp;
-use crate::io::engine::{IoDone, LentDone};
+use crate::io::engine::{IoDone, LentDone, SlotsDone};
 use crate::key::ObjectKey;
 use crate::run::Run;
 
@@ -53,7 +53,7 @@ impl Lease {
 
     /// Drive that fragment `index` is on.
     pub fn drive(&self, index: u32) -> usize {
-        self.store.allocator.place(self.entry.slots.numbers()[index as usize]).0
+        self.place(index).0
     }
 
     /// The checksums of fragment `index`.
@@ -72,6 +72,27 @@ impl Lease {
             done(buf, outcome);
         });
         self.store.io(IoOp::Read, slot, self.fragment_len(index), buf, done);
+    }
+
+    /// Drive of fragment `index`, and its slot there.
+    pub fn place(&self, index: u32) -> (usize, u32) {
+        self.store.allocator.place(self.entry.slots.numbers()[index as usize])
+    }
+
+    /// As [`Lease::read`], of fragments that lie one behind another on a drive, each into the start of its slot.
+    ///
+    /// # Panics
+    /// They do not lie like that ([`Lease::place`]), or there is not a slot for each.
+    pub fn read_slots(&self, run: Run, slots: Vec<SlotBuf>, done: SlotsDone) {
+        assert_eq!(slots.len(), run.count as usize, "a slot for each fragment");
+        let (entry, store) = (self.entry.clone(), self.store.clone());
+        let len = run.fragments().map(|index| self.fragment_len(index)).sum();
+        let done = Box::new(move |slots, outcome| {
+            store.counters.io.fetch_add(1, Ordering::Relaxed);
+            drop((entry, store));
+            done(slots, outcome);
+        });
+        self.store.read_slots(self.entry.slots.numbers(), run, len, slots, done);
     }
 
     /// Whether fragment `index` can be read straight into memory of somebody else that starts at a whole block.

@@ -48,7 +48,7 @@ pub use error::{Error, ErrorKind, Result};
 pub use key::{Digest, MAX_KEY_BYTES, ObjectKey};
 pub use lease::Lease;
 pub use list::{Listing, list};
-pub use run::{RUN_BYTES, Run};
+pub use run::{RUN_BYTES, Run, runs};
 pub use stats::{DriveInfo, StoreStats};
 pub use store::{Begin, Store};
 pub use txn::Txn;

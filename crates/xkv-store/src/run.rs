@@ -35,15 +35,15 @@ impl std::fmt::Display for Run {
     }
 }
 
-/// Puts fragments, each with its drive and slot there, into runs of up to [`RUN_BYTES`]. None: a fragment that stays
-/// alone.
-pub(crate) fn runs(
+/// Puts fragments, each with its drive (below `drives`) and its slot there, into runs of up to `most` (at least 1). None: a
+/// fragment that stays alone.
+pub fn runs(
     places: impl ExactSizeIterator<Item = Option<(usize, u32)>>,
-    fragment_bytes: usize,
+    most: usize,
     drives: usize,
 ) -> Vec<Run> {
     // Two at least: a small object is read and checked by more than one thread as well.
-    let most = (RUN_BYTES / fragment_bytes).min(places.len().div_ceil(2)).max(1) as u32;
+    let most = most.min(places.len().div_ceil(2)).max(1) as u32;
     let mut runs: Vec<Run> = Vec::new();
     // By drive: its newest run, and the slot of that run's first fragment.
     let mut newest: Vec<Option<(usize, u32)>> = vec![None; drives];
@@ -70,10 +70,8 @@ pub(crate) fn runs(
 mod tests {
     use super::*;
 
-    const FRAGMENT: usize = RUN_BYTES / 4;
-
     fn found(places: &[Option<(usize, u32)>]) -> Vec<Vec<u32>> {
-        let runs = runs(places.iter().copied(), FRAGMENT, 3);
+        let runs = runs(places.iter().copied(), 4, 3);
         runs.into_iter().map(|run| run.fragments().collect()).collect()
     }
 

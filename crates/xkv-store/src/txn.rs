@@ -98,7 +98,12 @@ impl Txn {
 
     /// Drive that fragment `index` goes to.
     pub fn drive(&self, index: u32) -> usize {
-        self.0.store.allocator.place(self.0.numbers[index as usize]).0
+        self.place(index).0
+    }
+
+    /// Drive that fragment `index` goes to, and its slot there.
+    pub fn place(&self, index: u32) -> (usize, u32) {
+        self.0.store.allocator.place(self.0.numbers[index as usize])
     }
 
     /// Writes fragment `index`, once. The bytes of `buf` beyond the fragment's length are zeroed up to the next block.

@@ -20,7 +20,7 @@ use xkv_store::io::device::testing::{
     Calls, Effect, Fault, FaultyDevice, MemoryDevice, StallDevice, ThrottledDevice,
 };
 use xkv_store::io::device::{self, OpenOptions};
-use xkv_store::io::engine::{self, EngineLoad, IoEngine, IoRequest, LentRequest};
+use xkv_store::io::engine::{self, EngineLoad, IoEngine, IoRequest, LentRequest, SlotsRequest};
 use xkv_store::io::{BLOCK, Device, DirectIo, EngineKind, Op};
 use xkv_store::{Lender, Lent, Shape, SlotBuf, SlotPool};
 
@@ -301,6 +301,42 @@ fn pieces_go_where_they_belong(rig: &Rig) {
     }
 }
 
+/// Several slots of one request go to one place of the drive and back, each to its own.
+fn slots_go_where_they_belong(rig: &Rig) {
+    let offset = 5 * BLOCK as u64;
+    // The last one is not full.
+    let len = 2 * SLOT + 3 * BLOCK;
+    for op in [Op::Write, Op::Read] {
+        let mut slots: Vec<SlotBuf> = (0..3).map(|_| rig.slot()).collect();
+        if op == Op::Write {
+            let mut position = offset;
+            for slot in &mut slots {
+                pattern(1, position, slot);
+                position += SLOT as u64;
+            }
+        } else {
+            slots.iter_mut().for_each(|slot| slot.fill(0));
+            // They come back in the order in which they were given, whatever their addresses.
+            slots.reverse();
+        }
+        let numbers: Vec<u32> = slots.iter().map(SlotBuf::slot).collect();
+        let (tx, rx) = unbounded();
+        let done = Box::new(move |slots, outcome: io::Result<()>| tx.send((slots, outcome)).unwrap());
+        rig.engine.submit_slots(SlotsRequest { op, offset, len, slots, done });
+        let (slots, outcome): (Vec<SlotBuf>, _) = rx.recv_timeout(PATIENCE).expect("an answer is missing");
+        outcome.unwrap();
+        assert_eq!(slots.iter().map(SlotBuf::slot).collect::<Vec<_>>(), numbers);
+        for (number, slot) in slots.iter().enumerate() {
+            let start = number * SLOT;
+            let bytes = &slot[..SLOT.min(len - start)];
+            assert!(holds_pattern(1, offset + start as u64, bytes), "{op:?}, slot {number}");
+        }
+        if op == Op::Read {
+            assert!(slots[2][3 * BLOCK..].iter().all(|&byte| byte == 0), "nothing beyond the length");
+        }
+    }
+}
+
 /// Several threads at once, each on its own part of the drive: what was answered as written is read.
 fn threads_do_not_disturb_each_other(rig: &Rig) {
     const THREADS: u64 = 4;
@@ -437,6 +473,12 @@ macro_rules! contract {
             fn pieces_go_where_they_belong() {
                 let Some(rig) = rig(1) else { return };
                 super::pieces_go_where_they_belong(&rig);
+            }
+
+            #[test]
+            fn slots_go_where_they_belong() {
+                let Some(rig) = rig(3) else { return };
+                super::slots_go_where_they_belong(&rig);
             }
 
             #[test]

@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use parking_lot::Mutex;
-use xkv_session::entry::{Operation, Reply, Status};
+use xkv_session::entry::{DRIVE_BITS, FOLLOWS, MAX_RUN, Operation, Reply, Status};
 use xkv_session::{Answer, Call, Session, SessionError};
 use xkv_store::io::engine::{EngineLoad, IoDone};
-use xkv_store::{Error, ErrorKind, FragmentSums, Result, SlotBuf};
+use xkv_store::{Error, ErrorKind, FragmentSums, Result, Run, SlotBuf};
 
 use super::question::{Heard, Question, Unanswered};
 use crate::backend::{Done, ReadDone, Reading, Transaction, UNREACHABLE, unreachable};
@@ -57,8 +57,8 @@ impl Link {
     /// Uses `session`, which must have at least [`FEWEST_SLOTS`]; questions that it cannot take go to `unsent`.
     pub fn new(session: Session, unsent: Unsent) -> Arc<Self> {
         let slots = session.pool().slots();
-        // The ring names drives by a byte.
-        let drives = session.welcome().drives.clamp(1, 256);
+        // The ring names drives by seven bits.
+        let drives = session.welcome().drives.clamp(1, 1 + u32::from(DRIVE_BITS));
         Arc::new(Self {
             aside: (slots / ASIDE_PART).clamp(1, ASIDE_MOST),
             waiting: Mutex::default(),
@@ -118,8 +118,8 @@ impl Link {
         question.fill(&mut slot);
         let (operation, argument) = (question.operation(), question.argument());
         let link = self.clone();
-        let done = move |Answer { reply, slot }: Answer| {
-            match (reply, slot) {
+        let done = move |Answer { reply, mut slots }: Answer| {
+            match (reply, slots.pop()) {
                 (Ok(reply), Some(slot)) => question.answer(Ok(Heard { link: link.clone(), reply, slot })),
                 (Err(error), slot) if error.is_unsent() => {
                     drop(slot);
@@ -134,7 +134,8 @@ impl Link {
             link.serve_waiting();
         };
         let sums = FragmentSums::default();
-        self.session.call(Call { operation, slot: Some(slot), handle: 0, argument, sums }, Box::new(done));
+        let call = Call { operation, slots: vec![slot], handle: 0, argument, sums };
+        self.session.call(call, Box::new(done));
     }
 
     /// Gives slots that came back to questions that wait. Fragments leave `aside` slots alone, so that whenever a
@@ -167,22 +168,22 @@ impl Link {
         if pool.free() > self.aside { pool.try_take() } else { None }
     }
 
-    /// Moves a fragment between its drive and a slot.
+    /// Moves fragments between their drive and slots.
     fn transfer(
         self: &Arc<Self>,
         drive: usize,
         call: Call,
-        done: Box<dyn FnOnce(SlotBuf, io::Result<Reply>) + Send>,
+        done: Box<dyn FnOnce(Vec<SlotBuf>, io::Result<Reply>) + Send>,
     ) {
         let link = self.clone();
         let number = self.drives[drive].started();
-        let answered = move |Answer { reply, slot }: Answer| {
+        let answered = move |Answer { reply, slots }: Answer| {
             link.drives[drive].ended(number);
             let outcome = link.heard(reply).and_then(|reply| match reply.status {
                 Status::Done => Ok(reply),
                 status => Err(failed(status, reply.value)),
             });
-            done(slot.expect("the call had a slot, which comes back"), outcome);
+            done(slots, outcome);
         };
         self.session.call(call, Box::new(answered));
     }
@@ -201,7 +202,8 @@ impl Link {
 
     /// A call whose answer is of no interest.
     fn tell(&self, operation: Operation, handle: u64) {
-        let call = Call { operation, slot: None, handle, argument: 0, sums: FragmentSums::default() };
+        let (slots, sums) = (Vec::new(), FragmentSums::default());
+        let call = Call { operation, slots, handle, argument: 0, sums };
         self.session.call(call, Box::new(|_| ()));
     }
 }
@@ -245,7 +247,7 @@ struct Shape {
     size: u64,
     fragment_bytes: usize,
     drives: usize,
-    /// Drive of each fragment, as far as a slot reaches.
+    /// The byte of each fragment, as far as a slot reaches.
     places: Box<[u8]>,
 }
 
@@ -269,8 +271,26 @@ impl Shape {
     fn drive(&self, index: u32) -> usize {
         let index = index as usize;
         // Beyond the slot: striped as at the start, as long as the allocator finds room.
-        let place = self.places.get(index).map(|&place| place as usize);
-        place.unwrap_or_else(|| self.places.first().map_or(0, |&first| first as usize) + index) % self.drives
+        let place = self.places.get(index).map(|&place| usize::from(place & DRIVE_BITS));
+        place.unwrap_or_else(|| {
+            self.places.first().map_or(0, |&first| usize::from(first & DRIVE_BITS)) + index
+        }) % self.drives
+    }
+}
+
+impl Shape {
+    /// All fragments, in runs for one request each.
+    fn runs(&self) -> Vec<Run> {
+        // Where a fragment follows the one before it on its drive is all that is known of slots: numbers to that effect.
+        let mut slots = [0; DRIVE_BITS as usize + 1];
+        let place = |index: u32| {
+            let byte = *self.places.get(index as usize)?;
+            let slot = &mut slots[usize::from(byte & DRIVE_BITS)];
+            *slot += if byte & FOLLOWS != 0 { 1 } else { 2 };
+            Some((usize::from(byte & DRIVE_BITS), *slot))
+        };
+        let places: Vec<_> = (0..self.fragments()).map(place).collect();
+        xkv_store::runs(places.into_iter(), MAX_RUN, slots.len())
     }
 }
 
@@ -315,18 +335,30 @@ impl Reading for Leased {
         self.link.take_slot()
     }
 
-    fn read(&self, index: u32, slot: SlotBuf, done: ReadDone) {
-        let (argument, len) = (u64::from(index), self.shape.fragment_len(index) as u64);
+    fn slots_at_once(&self) -> u32 {
+        // Few enough that they are found free while a stalled drive has its share.
+        (self.link.slots() / 16).clamp(1, MAX_RUN) as u32
+    }
+
+    fn runs(&self) -> Vec<Run> {
+        self.shape.runs()
+    }
+
+    fn read(&self, run: Run, slots: Vec<SlotBuf>, done: ReadDone) {
+        let count = slots.len();
+        let step = if count > 1 { run.step } else { 0 };
+        let argument = u64::from(run.first) | u64::from(step) << 32;
+        let len: u64 = run.fragments().map(|index| self.shape.fragment_len(index) as u64).sum();
         let (operation, handle, sums) = (Operation::Read, self.handle, FragmentSums::default());
-        let call = Call { operation, slot: Some(slot), handle, argument, sums };
-        let done = move |slot, outcome: io::Result<Reply>| {
+        let call = Call { operation, slots, handle, argument, sums };
+        let done = move |slots, outcome: io::Result<Reply>| {
             let outcome = outcome.and_then(|reply| match reply.value {
-                value if value == len => Ok(reply.sums),
+                value if value == len => Ok(reply.sums[..count].to_vec()),
                 value => Err(io::Error::other(format!("the gateway read {value} of {len} bytes"))),
             });
-            done(slot, outcome);
+            done(slots, outcome);
         };
-        self.link.transfer(self.drive(index), call, Box::new(done));
+        self.link.transfer(self.drive(run.first), call, Box::new(done));
     }
 
     fn discard(&self) {
@@ -377,15 +409,18 @@ impl Transaction for Writing {
 
     fn write(&mut self, index: u32, slot: SlotBuf, sums: FragmentSums, done: IoDone) {
         let (operation, argument) = (Operation::Write, u64::from(index));
-        let call = Call { operation, slot: Some(slot), handle: self.handle, argument, sums };
-        let done = move |slot, outcome: io::Result<Reply>| done(slot, outcome.map(drop));
+        let call = Call { operation, slots: vec![slot], handle: self.handle, argument, sums };
+        let done = move |mut slots: Vec<SlotBuf>, outcome: io::Result<Reply>| {
+            let slot = slots.pop().expect("the call had a slot, which comes back");
+            done(slot, outcome.map(drop));
+        };
         self.link.transfer(self.shape.drive(index), call, Box::new(done));
     }
 
     fn commit(mut self: Box<Self>, done: Done<Result<()>>) {
         self.committed = true;
         let (operation, sums) = (Operation::Commit, FragmentSums::default());
-        let call = Call { operation, slot: None, handle: self.handle, argument: 0, sums };
+        let call = Call { operation, slots: Vec::new(), handle: self.handle, argument: 0, sums };
         let link = self.link.clone();
         let answered = move |answer: Answer| {
             done(match link.heard(answer.reply) {

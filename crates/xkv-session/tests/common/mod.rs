@@ -116,7 +116,8 @@ pub fn call(
     handle: u64,
     argument: u64,
 ) -> Answer {
-    call_with(session, Call { operation, slot, handle, argument, sums: FragmentSums::default() })
+    let slots = slot.into_iter().collect();
+    call_with(session, Call { operation, slots, handle, argument, sums: FragmentSums::default() })
 }
 
 pub fn call_with(session: &Session, call: Call) -> Answer {
@@ -148,7 +149,7 @@ pub fn put(session: &Session, key: &ObjectKey, data: &[u8]) -> Result<Status, Se
         slot[..piece.len()].copy_from_slice(piece);
         let sums = fragment_sums(key.digest(), index as u32, piece);
         let write =
-            Call { operation: Operation::Write, slot: Some(slot), handle, argument: index as u64, sums };
+            Call { operation: Operation::Write, slots: vec![slot], handle, argument: index as u64, sums };
         let written = call_with(session, write).reply?;
         if written.status != Status::Done {
             call(session, Operation::Close, None, handle, 0).reply?;
@@ -169,8 +170,8 @@ pub fn get(session: &Session, key: &ObjectKey) -> Result<Option<Vec<u8>>, Sessio
         let answer = call(session, Operation::Read, Some(slot(session)), opened.handle, index);
         let read = answer.reply?;
         assert_eq!(read.status, Status::Done);
-        let piece = answer.slot.expect("the slot comes back")[..read.value as usize].to_vec();
-        assert_eq!(fragment_sums(key.digest(), index as u32, &piece), read.sums);
+        let piece = answer.slots[0][..read.value as usize].to_vec();
+        assert_eq!(fragment_sums(key.digest(), index as u32, &piece), read.sums[0]);
         data.extend(piece);
     }
     assert_eq!(data.len() as u64, opened.value);
@@ -185,7 +186,7 @@ pub fn present(session: &Session, keys: &[ObjectKey]) -> Vec<bool> {
     }
     let answer = call(session, Operation::Lookup, Some(slot), 0, keys.len() as u64);
     assert_eq!(answer.reply.unwrap().status, Status::Done);
-    let slot = answer.slot.unwrap();
+    let slot = &answer.slots[0];
     (0..keys.len()).map(|i| slot[8 * i..8 * (i + 1)] != [0; 8]).collect()
 }
 

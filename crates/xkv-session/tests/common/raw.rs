@@ -170,6 +170,26 @@ impl Raw {
         self.next - 1
     }
 
+    /// Sends a request that names slots beside the first; returns its number.
+    pub fn send_slots(&mut self, operation: u8, slots: &[u32], handle: u64, argument: u64) -> u64 {
+        let mut entry = self.entry(operation, slots[0], handle, argument);
+        for (place, slot) in entry[40..].chunks_mut(4).zip(&slots[1..]) {
+            place.copy_from_slice(&(slot + 1).to_le_bytes());
+        }
+        self.push(&entry);
+        self.publish();
+        self.next - 1
+    }
+
+    /// As [`Raw::call`], with several slots.
+    pub fn call_slots(&mut self, operation: u8, slots: &[u32], handle: u64, argument: u64) -> Option<Reply> {
+        _ = self.heartbeat();
+        let number = self.send_slots(operation, slots, handle, argument);
+        let reply = self.reply()?;
+        assert_eq!((reply.number, reply.operation, reply.slot), (number, operation, slots[0]));
+        Some(reply)
+    }
+
     /// The next reply; events are passed over. None: the session has ended, or nothing came for long.
     pub fn reply(&mut self) -> Option<Reply> {
         let deadline = Instant::now() + PATIENCE;

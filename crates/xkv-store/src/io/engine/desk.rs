@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::queue::ClassQueue;
-use super::{EngineLoad, IoDone, IoRequest, LentDone, LentRequest, Op};
+use super::{EngineLoad, IoDone, IoRequest, LentDone, LentRequest, Op, SlotsDone, SlotsRequest};
 use crate::buf::{Lent, SlotBuf};
 use crate::io::{BLOCK, Device};
 
@@ -48,6 +48,7 @@ pub(super) struct Request {
 /// Where to or from, and who takes the answer.
 pub(super) enum Memory {
     Slot(SlotBuf, IoDone),
+    Slots(Vec<SlotBuf>, SlotsDone),
     Lent(Lent, LentDone),
 }
 
@@ -55,6 +56,7 @@ impl Memory {
     fn len(&self) -> usize {
         match self {
             Memory::Slot(slot, _) => slot.len(),
+            Memory::Slots(slots, _) => slots.iter().map(|slot| slot.len()).sum(),
             Memory::Lent(lent, _) => lent.len(),
         }
     }
@@ -62,7 +64,7 @@ impl Memory {
     /// To be called when the device gets the request. False when there is no memory any more.
     pub fn enter(&mut self) -> bool {
         match self {
-            Memory::Slot(..) => true,
+            Memory::Slot(..) | Memory::Slots(..) => true,
             Memory::Lent(lent, _) => lent.enter(),
         }
     }
@@ -71,6 +73,10 @@ impl Memory {
     fn piece(&mut self, position: usize) -> &mut [u8] {
         match self {
             Memory::Slot(slot, _) => &mut slot[position..],
+            Memory::Slots(slots, _) => {
+                let bytes = slots[0].len();
+                &mut slots[position / bytes][position % bytes..]
+            }
             Memory::Lent(lent, _) => lent.piece(position),
         }
     }
@@ -89,6 +95,12 @@ impl Request {
 impl From<IoRequest> for Request {
     fn from(IoRequest { op, offset, len, buf, done }: IoRequest) -> Self {
         Self { op, offset, len, memory: Memory::Slot(buf, done) }
+    }
+}
+
+impl From<SlotsRequest> for Request {
+    fn from(SlotsRequest { op, offset, len, slots, done }: SlotsRequest) -> Self {
+        Self { op, offset, len, memory: Memory::Slots(slots, done) }
     }
 }
 
@@ -263,6 +275,7 @@ impl Request {
     pub fn answer(self, outcome: io::Result<()>) {
         let answered = catch_unwind(AssertUnwindSafe(|| match self.memory {
             Memory::Slot(slot, done) => done(slot, outcome),
+            Memory::Slots(slots, done) => done(slots, outcome),
             Memory::Lent(lent, done) => {
                 drop(lent);
                 done(outcome);

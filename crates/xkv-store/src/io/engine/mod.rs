@@ -68,6 +68,23 @@ pub struct LentRequest {
     pub done: LentDone,
 }
 
+/// As [`IoDone`], of several slots.
+pub type SlotsDone = Box<dyn FnOnce(Vec<SlotBuf>, io::Result<()>) + Send>;
+
+/// One I/O of several slots, in their order.
+pub struct SlotsRequest {
+    /// Direction.
+    pub op: Op,
+    /// Position on the device, a multiple of [`super::BLOCK`].
+    pub offset: u64,
+    /// Bytes, a multiple of [`super::BLOCK`]: all slots but the last are moved whole.
+    pub len: usize,
+    /// The memory, of equal size and at least one; it comes back with the completion.
+    pub slots: Vec<SlotBuf>,
+    /// Takes the answer.
+    pub done: SlotsDone,
+}
+
 /// The error of a transfer whose memory its owner took back before the device got it.
 pub(crate) fn taken_back() -> io::Error {
     io::Error::new(io::ErrorKind::Interrupted, "its memory was taken back")
@@ -90,6 +107,8 @@ pub struct EngineLoad {
 pub trait IoEngine: Send + Sync + 'static {
     /// Queues a request; never blocks. After [`IoEngine::shutdown`] it is answered at once with an error.
     fn submit(&self, request: IoRequest);
+    /// As [`IoEngine::submit`], for several slots.
+    fn submit_slots(&self, request: SlotsRequest);
     /// As [`IoEngine::submit`], for memory of somebody else.
     fn submit_lent(&self, request: LentRequest);
     /// Whether completions are called on threads that have time: the other requests go on meanwhile.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::desk::{Desk, panic_text};
-use super::{EngineLoad, IoEngine, IoRequest, LentRequest, Op, taken_back};
+use super::{EngineLoad, IoEngine, IoRequest, LentRequest, Op, SlotsRequest, taken_back};
 use crate::error::{Error, Result};
 use crate::io::Device;
 
@@ -70,6 +70,10 @@ fn serve(desk: &Desk, device: &dyn Device) {
 
 impl IoEngine for Pool {
     fn submit(&self, request: IoRequest) {
+        self.desk.submit(request);
+    }
+
+    fn submit_slots(&self, request: SlotsRequest) {
         self.desk.submit(request);
     }
 

@@ -16,7 +16,7 @@ use io_uring::{IoUring, Probe, opcode, squeue, types};
 use rustix::event::EventfdFlags;
 
 use super::desk::{Desk, Job, Request, panic_text};
-use super::{EngineLoad, IoEngine, IoRequest, LentRequest, Op, taken_back};
+use super::{EngineLoad, IoEngine, IoRequest, LentRequest, Op, SlotsRequest, taken_back};
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::{Device, resume_at};
 
@@ -114,6 +114,12 @@ fn refused(error: io::Error) -> Error {
 
 impl IoEngine for Uring {
     fn submit(&self, request: IoRequest) {
+        if self.desk.submit(request) {
+            self.wake();
+        }
+    }
+
+    fn submit_slots(&self, request: SlotsRequest) {
         if self.desk.submit(request) {
             self.wake();
         }
