@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from xkv_lmcache.cli.bench import chart
+
 pytestmark = [pytest.mark.lmcache]
 
 
@@ -39,3 +41,26 @@ def test_says_which_adapter_it_does_not_know(tmp_path: Path) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 1
     assert "mooncake: no such adapter; choose of" in ran.stderr
+
+
+def test_draws_its_figures_or_says_what_is_missing(tmp_path: Path) -> None:
+    picture = tmp_path / "figures.svg"
+    if chart.missing():
+        command = [
+            sys.executable,
+            "-m",
+            "xkv_lmcache.cli",
+            "bench",
+            "l2",
+            str(tmp_path),
+            f"--chart={picture}",
+        ]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ran.returncode == 1
+        assert "matplotlib is not installed; pip install matplotlib" in ran.stderr
+        return
+    figures = {"again": 2.0, "durable": 1.0, "cpu": 0.1, "p50": 300.0}
+    rounds = [{"xkv full": figures, "fs_native": figures, "fio": {"again": 3.0}}] * 2
+    chart.draw([{"folder": "d", "object_bytes": 1 << 20, "batch": 1, "rounds": rounds}], picture)
+    drawn = picture.read_text()
+    assert all(f"<!-- {name} -->" in drawn for name in ("xkv full", "fs_native", "fio"))

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from xkv_lmcache.cli.bench import adapters, target
+from xkv_lmcache.cli.bench import adapters, chart, target
 from xkv_lmcache.cli.bench.adapters import ADAPTERS, ALL, DEFAULT, GATEWAY, MIB
 from xkv_lmcache.cli.bench.gateway import Gateway
 from xkv_lmcache.cli.complaint import fail
@@ -222,6 +222,9 @@ def report(case: Case, rounds: list[dict[str, Figures]], ours: list[str]) -> lis
     "--total-mib", default=512, show_default=True, help="MiB moved in one go, if a batch is not larger."
 )
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="File that gets every figure.")
+@click.option(
+    "--chart", "chart_path", type=click.Path(dir_okay=False), help="Picture to write: .svg or .png."
+)
 def l2(
     folder: tuple[str, ...],
     against: str,
@@ -230,6 +233,7 @@ def l2(
     rounds: int,
     total_mib: int,
     json_path: str | None,
+    chart_path: str | None,
 ) -> None:
     """Measure L2 adapters side by side below each FOLDER: one process each, in turns, with fio and memcpy between.
 
@@ -238,6 +242,8 @@ def l2(
     """
     from rich.console import Console
 
+    if chart_path and (package := chart.missing()):
+        fail(f"--chart {chart_path}: {package} is not installed; pip install {package}")
     names = [name.strip() for name in against.split(",")]
     if unknown := [name for name in names if name not in ALL]:
         fail(f"--against {', '.join(unknown)}: no such adapter; choose of {', '.join(ALL)}")
@@ -267,6 +273,8 @@ def l2(
                     console.print(table)
                 if json_path:
                     Path(json_path).write_text(json.dumps(done, indent=1))
+                if chart_path:
+                    chart.draw(done, Path(chart_path))
         except RuntimeError as error:
             fail(error)
         finally:
