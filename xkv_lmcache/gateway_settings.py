@@ -104,7 +104,7 @@ class GatewaySettings(BaseModel):
     store_gb: GiB = _setting(16.0, "size of a new store, for files; a block device is used whole")
     fragment_bytes: FragmentBytes = _setting(
         "auto",
-        f"bytes of one fragment, one I/O; auto: the store's, {DEFAULT_FRAGMENT_BYTES} for a new one",
+        f"bytes of one fragment; auto: the store's, {DEFAULT_FRAGMENT_BYTES} for a new one",
     )
     host: Annotated[list[str], *_kind("hosts", grammar.hosts)] = _setting(
         ["127.0.0.1"],

@@ -103,7 +103,7 @@ class AdapterParams(BaseModel):
     )
     fragment_bytes: int | Literal["auto"] = _parameter(
         "auto",
-        f"bytes of one fragment, one I/O; auto takes the store's, {DEFAULT_FRAGMENT_BYTES} for a new one",
+        f"bytes of one fragment; auto takes the store's, {DEFAULT_FRAGMENT_BYTES} for a new one",
         f'a power of two from {MIN_FRAGMENT_BYTES} to {MAX_FRAGMENT_BYTES}, or "auto"',
     )
     batch_slots: int = _parameter(

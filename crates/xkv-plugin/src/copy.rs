@@ -119,12 +119,12 @@ pub enum CopyJob {
 /// Runs jobs until there is nobody left to send some, or `closing`.
 pub fn run(jobs: &Receiver<CopyJob>, inbox: &Sender<Message>, closing: &AtomicBool) {
     for job in jobs {
-        if closing.load(Ordering::Acquire) {
+        // The reactor ends with the connector; what is left then is of no use to anybody.
+        let _ = inbox.send(do_job(job));
+        // What there is is done first, at once since the buffers are closed: the reactor waits for those that a drive had.
+        if closing.load(Ordering::Acquire) && jobs.is_empty() {
             return;
         }
-        let message = do_job(job);
-        // The reactor ends with the connector; what is left then is of no use to anybody.
-        let _ = inbox.send(message);
     }
 }
 
@@ -192,6 +192,7 @@ fn scattered(
     sums: &[FragmentSums],
     coverage: Coverage,
 ) -> Scattering {
+    assert_eq!((slots.len(), sums.len()), (piece.run.count as usize, piece.run.count as usize));
     for ((index, slot), &wanted) in piece.run.fragments().zip(slots).zip(sums) {
         let (offset, len) = place.of(index);
         let mut summer = place.summer(index, coverage);
@@ -206,6 +207,7 @@ fn scattered(
 }
 
 fn checked(piece: Piece, place: &Place, sums: &[FragmentSums], coverage: Coverage) -> Scattering {
+    assert_eq!(sums.len(), piece.run.count as usize, "a checksum for each fragment");
     for (index, &wanted) in piece.run.fragments().zip(sums) {
         match sums_of(index, place, coverage) {
             None => return Scattering::Closed,

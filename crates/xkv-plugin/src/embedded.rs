@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, RwLock};
 use xkv_store::io::engine::{IoDone, LentDone};
 use xkv_store::{
-    Begin, Error, ErrorKind, FragmentSums, Lease, Lent, ObjectKey, Result, Run, SlotBuf, SlotPool, Store,
-    StoreConfig, StoreStats, Txn,
+    Begin, Error, ErrorKind, FragmentSums, Lease, Lent, ObjectKey, RUN_BYTES, Result, Run, SlotBuf, SlotPool,
+    Store, StoreConfig, StoreStats, Txn,
 };
 
 use crate::backend::{Backend, Begun, Done, DriveSet, ReadDone, Reading, StraightDone, Transaction};
 
-/// Fragments under way that keep a drive busy: as many runs as its engine gives it at once. More would only spread over
-/// more memory than the CPU's caches hold, and stand in the way of what comes next.
-const IN_FLIGHT_PER_DRIVE: usize = 256;
+/// Runs under way that keep a drive busy: as many as its engine gives it at once. More would only spread over more memory
+/// than the CPU's caches hold, and stand in the way of what comes next.
+const RUNS_PER_DRIVE: usize = 32;
 
 /// A store in this process, until it is closed.
 pub struct Embedded {
@@ -127,7 +127,7 @@ impl Backend for Embedded {
     }
 
     fn useful_in_flight(&self) -> usize {
-        IN_FLIGHT_PER_DRIVE * self.drives
+        RUNS_PER_DRIVE * (RUN_BYTES / self.fragment_bytes()).max(1) * self.drives
     }
 
     fn free_slots(&self) -> (usize, usize) {

@@ -253,10 +253,9 @@ impl Reactor {
 
 /// Has a job done: here, where the thread has time, by a copy thread otherwise.
 fn hand_on(job: CopyJob, here: bool, sender: &Sender<Message>, copies: &Sender<CopyJob>) {
-    // Refused only when the connector has ended.
-    if here {
+    let job = if here { Some(job) } else { copies.send(job).err().map(|refused| refused.0) };
+    // Refused only when the copy threads have ended with the connector; the reactor may still wait for the buffer.
+    if let Some(job) = job {
         let _ = sender.send(do_job(job));
-    } else {
-        let _ = copies.send(job);
     }
 }

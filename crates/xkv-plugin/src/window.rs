@@ -55,17 +55,14 @@ impl Window {
 
     /// The next fragment that may have a slot; it holds it until [`Window::landed`].
     pub fn next(&mut self) -> Option<Piece> {
-        let stores = self.lanes[Class::Store as usize].in_flight;
         let share = (self.slots / 8).max(1);
         let mut piece = None;
-        if stores < share && !self.store_had_last {
-            piece = self.pop(Class::Store);
+        if !self.store_had_last {
+            piece = self.pop(Class::Store, share);
         }
-        piece = piece.or_else(|| self.pop(Class::Load));
-        if piece.is_none() && stores < (self.slots * 3 / 4).max(share) {
-            piece = self.pop(Class::Store);
-        }
-        let piece = piece?;
+        let piece = piece
+            .or_else(|| self.pop(Class::Load, usize::MAX))
+            .or_else(|| self.pop(Class::Store, (self.slots * 3 / 4).max(share)))?;
         self.store_had_last = piece.class == Class::Store;
         let fragments = piece.run.count as usize;
         self.busy[piece.drive as usize] += fragments;
@@ -73,15 +70,18 @@ impl Window {
         Some(piece)
     }
 
-    fn pop(&mut self, class: Class) -> Option<Piece> {
+    /// The next of a class that may have `most` fragments under way.
+    fn pop(&mut self, class: Class, most: usize) -> Option<Piece> {
         let lane = &mut self.lanes[class as usize];
         for _ in 0..lane.queues.len() {
             let drive = lane.turn;
             lane.turn = (lane.turn + 1) % lane.queues.len();
-            if self.busy[drive] < self.drive_cap
-                && let Some(piece) = lane.queues[drive].pop_front()
-            {
-                return Some(piece);
+            let fits = |piece: &Piece| {
+                let count = piece.run.count as usize;
+                fits(self.busy[drive], count, self.drive_cap) && fits(lane.in_flight, count, most)
+            };
+            if lane.queues[drive].front().is_some_and(fits) {
+                return lane.queues[drive].pop_front();
             }
         }
         None
@@ -115,7 +115,7 @@ impl Window {
         }
     }
 
-    /// I/Os that wait for a slot alone, not for a drive that has its share.
+    /// Pieces that wait for a slot alone, not for a drive that has its share.
     pub fn ready(&self, class: Class) -> usize {
         let queues = self.lanes[class as usize].queues.iter().zip(&self.busy);
         queues.filter(|(_, busy)| **busy < self.drive_cap).map(|(queue, _)| queue.len()).sum()
@@ -125,6 +125,11 @@ impl Window {
     pub fn in_flight(&self) -> usize {
         self.busy.iter().sum()
     }
+}
+
+/// Whether `more` may join `used` below `most`. A run that is larger than that goes alone.
+fn fits(used: usize, more: usize, most: usize) -> bool {
+    used == 0 || used + more <= most
 }
 
 #[cfg(test)]
@@ -196,6 +201,39 @@ mod tests {
             assert_eq!(rest.len(), 64 - stuck);
             assert!(rest.iter().all(|piece| piece.drive != 0));
         }
+    }
+
+    #[test]
+    fn runs_keep_the_same_bounds() {
+        for count in [4, 8] {
+            let run = |drive, class| {
+                let run = Run { first: 0, count, step: 1 };
+                Piece { class, ticket: 1, run, drive }
+            };
+            let in_flight = |taken: &[Piece]| taken.iter().map(|piece| piece.run.count).sum::<u32>();
+            // A stalled drive does not take what the other one's stores need.
+            let mut window = Window::new(64, 2);
+            (0..100).for_each(|_| window.push(run(0, Class::Store)));
+            let stuck = take_all(&mut window, 100);
+            assert!(in_flight(&stuck) <= 43, "{} fragments", in_flight(&stuck));
+            window.push(run(1, Class::Store));
+            assert_eq!(window.next().map(|piece| piece.drive), Some(1));
+            // Stores have their eighth beside loads.
+            let mut window = Window::new(64, 1);
+            (0..100).for_each(|_| window.push(run(0, Class::Load)));
+            (0..100).for_each(|_| window.push(run(0, Class::Store)));
+            let taken = take_all(&mut window, 100);
+            let stores: Vec<Piece> = taken.iter().filter(|p| p.class == Class::Store).copied().collect();
+            assert_eq!((in_flight(&taken), in_flight(&stores)), (64, 8));
+        }
+        // One that is larger than all of it goes alone.
+        let mut window = Window::new(16, 1);
+        let run = Run { first: 0, count: 100, step: 1 };
+        (0..2).for_each(|_| window.push(Piece { class: Class::Store, ticket: 1, run, drive: 0 }));
+        let alone = window.next().unwrap();
+        assert!(window.next().is_none());
+        window.landed(&alone);
+        assert!(window.next().is_some());
     }
 
     #[test]

@@ -142,34 +142,38 @@ fn stripes_go_straight_in_one_go_per_drive() {
 
 #[test]
 fn what_the_system_does_not_read_straight_goes_through_a_slot() {
+    // Two runs of many fragments: one of them falls apart.
+    let len = 2 * RUN_BYTES;
     for errno in [libc::EINVAL, libc::EFAULT] {
         let faulty = FaultyDevice::new(MemoryDevice::new(16 * MIB));
         let mut client = client(faulty.clone(), config());
-        assert!(client.put("a", 1, 2 * FRAGMENT));
+        assert!(client.put("a", 1, len));
         faulty.inject(Fault { times: 1, ..Fault::every(Calls::READS, Effect::Errno(errno)) });
-        let memory = Memory::aligned(2 * FRAGMENT);
+        let memory = Memory::aligned(len);
         let id = client.get(&["a"], &[memory]);
         assert_eq!(client.results(id), [true], "{errno}");
-        assert_eq!(memory.bytes(), contents(1, 2 * FRAGMENT));
+        assert_eq!(memory.bytes(), contents(1, len));
         assert_eq!(client.present(&["a"]), [true], "not taken for damaged");
 
         faulty.inject(Fault { times: 1, ..Fault::every(Calls::WRITES, Effect::Errno(errno)) });
-        let mut memory = Memory::aligned(2 * FRAGMENT);
-        memory.write(&contents(2, 2 * FRAGMENT));
+        let mut memory = Memory::aligned(len);
+        memory.write(&contents(2, len));
         let id = client.set(&["b"], &[memory]);
         assert!(client.ok(id), "{errno}");
-        assert_eq!(client.load("b", 2 * FRAGMENT), Some(contents(2, 2 * FRAGMENT)));
+        assert_eq!(client.load("b", len), Some(contents(2, len)));
     }
 }
 
 #[test]
 fn a_wrong_bit_and_an_error_are_misses_that_leave_a_stamp() {
+    // Within a run.
+    let len = 2 * RUN_BYTES;
     for effect in [Effect::Lie, Effect::Errno(libc::EIO)] {
         let faulty = FaultyDevice::new(MemoryDevice::new(16 * MIB));
         let mut client = client(faulty.clone(), config());
-        assert!(client.put("a", 1, 2 * FRAGMENT));
+        assert!(client.put("a", 1, len));
         faulty.inject(Fault { times: 1, ..Fault::every(Calls::READS, effect) });
-        let memory = Memory::aligned(2 * FRAGMENT);
+        let memory = Memory::aligned(len);
         let id = client.get(&["a"], &[memory]);
         assert_eq!(client.results(id), [false], "{effect:?}");
         assert!(memory.is_stamped());

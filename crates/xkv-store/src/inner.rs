@@ -195,14 +195,13 @@ impl Inner {
 
     /// Drive and position of a run of `len` bytes of the object in `slots`.
     fn place_of(&self, slots: &[u32], run: Run, len: usize) -> (&Drive, u64) {
-        let slot = slots[run.first as usize];
+        let (drive, slot) = self.allocator.place(slots[run.first as usize]);
+        let behind = |(slot, index)| self.allocator.place(slots[index as usize]) == (drive, slot);
         // What follows on the drive must be the object's own.
         assert!(
-            (slot..).zip(run.fragments()).all(|(slot, index)| slots[index as usize] == slot)
-                && len <= run.count as usize * self.fragment_bytes,
+            (slot..).zip(run.fragments()).all(behind) && len <= run.count as usize * self.fragment_bytes,
             "{run:?} is not a run of {slots:?}, or has other than {len} bytes"
         );
-        let (drive, slot) = self.allocator.place(slot);
         let drive = &self.drives[drive];
         (drive, drive.slots_offset + u64::from(slot) * self.fragment_bytes as u64)
     }

@@ -89,6 +89,7 @@ pub struct Moved {
 pub struct Trial {
     device: Arc<FileDevice>,
     content: Content,
+    access: Access,
     /// What is read and written.
     span: Range<u64>,
 }
@@ -127,7 +128,10 @@ impl Trial {
         let content = content(&device)?;
         match access {
             Access::ReadOnly => {}
-            Access::Blank => refuse(&device, &content)?,
+            Access::Blank => {
+                refuse(&device, &content)?;
+                refuse_data(&device)?;
+            }
             Access::Force if content == Content::Blank => {}
             Access::Force => wipe(&device)?,
         }
@@ -135,7 +139,7 @@ impl Trial {
             device.set_direct(DirectIo::Auto, true)?;
         }
         let span = END..END + bytes.min(device.size() - 2 * END);
-        Ok(Self { device: Arc::new(device), content, span })
+        Ok(Self { device: Arc::new(device), content, access, span })
     }
 
     /// What was found on the drive.
@@ -169,8 +173,29 @@ impl Trial {
     /// `Invalid` for blocks of no whole number of [`BLOCK`]s, or larger than the span; `Io` when the engine cannot be
     /// had, or the drive fails; also when `go_on` breaks.
     pub fn measure(&self, what: &Measurement, go_on: &mut dyn FnMut() -> ControlFlow<()>) -> Result<Moved> {
+        if what.op == Op::Write && self.access == Access::ReadOnly {
+            let text = format!("{}: opened for reads only", self.device.name());
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
         measure(self.device.clone(), self.span(), what, go_on)
     }
+}
+
+/// A file may hold data far from its ends, unlike whatever people put on a whole drive.
+fn refuse_data(device: &FileDevice) -> Result<()> {
+    let taken =
+        device.taken().map_err(|error| Error::io(format!("{}: cannot be examined", device.name()), error))?;
+    if device.is_block_device() || taken == 0 {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Foreign,
+        format!(
+            "{}: a file with {taken} bytes of data; nothing was changed. Name its folder (a file is made and removed \
+             there), or destroy what is there with --force",
+            device.name()
+        ),
+    ))
 }
 
 fn refuse(device: &dyn Device, content: &Content) -> Result<()> {

@@ -67,7 +67,11 @@ MAX_MEMORY = 1024 * MIB
     help="MiB of the drive, or of the file in a folder, that are used.",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(0.05), default=1.0, show_default=True, help="Of each measurement."
+    "--seconds",
+    type=click.FloatRange(0.05, 3600),
+    default=1.0,
+    show_default=True,
+    help="Of each measurement.",
 )
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Turns of everybody.")
 @click.option("--read-only", is_flag=True, help="Measure reads only, and write nothing.")

@@ -54,10 +54,10 @@ def job_of(path: Path, operation: str, total: int, block: int, depth: int, *, me
     """fio's arguments for a job that moves `total` bytes of the file at `path`."""
     job = [f"--name={operation}", f"--filename={path}", f"--rw={operation}", f"--bs={block}"]
     job += ["--randrepeat=0", "--overwrite=1", "--group_reporting"]
-    if memory:
-        half = total // 2 // block * block
+    if memory and (half := total // 2 // block * block):
         return job + ["--ioengine=psync", "--numjobs=2", f"--size={half}", f"--offset_increment={half}"]
-    return job + ["--ioengine=io_uring", f"--iodepth={depth}", "--direct=1", f"--size={total}"]
+    engine = ["--ioengine=psync"] if memory else ["--ioengine=io_uring", f"--iodepth={depth}", "--direct=1"]
+    return [*job, *engine, f"--size={total}"]
 
 
 def _run(jobs: list[list[str]]) -> list[float]:

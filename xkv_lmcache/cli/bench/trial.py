@@ -72,7 +72,8 @@ def drive(path: Path, span: int, *, read_only: bool, force: bool) -> Iterator[Tr
                     raise TrialError(f"{path}: {byte_text(free)} are free; lower --mib, or free some space")
                 file = stack.enter_context(tempfile.TemporaryFile(dir=path))
                 file.truncate(span + ENDS)
-                opened = f"/proc/self/fd/{file.fileno()}"
+                # Ours, whatever the filesystem says of it.
+                opened, force = f"/proc/self/fd/{file.fileno()}", True
             trial = Trial(opened, span_bytes=span, read_only=read_only, force=force)
             stack.callback(trial.close)
             yield trial

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use xkv_session::entry::{DRIVE_BITS, FOLLOWS, MAX_RUN, Operation, Reply, Status};
 use xkv_session::{Answer, Call, Session, SessionError};
 use xkv_store::io::engine::{EngineLoad, IoDone};
-use xkv_store::{Error, ErrorKind, FragmentSums, Result, Run, SlotBuf};
+use xkv_store::{Error, ErrorKind, FragmentSums, RUN_BYTES, Result, Run, SlotBuf};
 
 use super::question::{Heard, Question, Unanswered};
 use crate::backend::{Done, ReadDone, Reading, Transaction, UNREACHABLE, unreachable};
@@ -276,11 +276,9 @@ impl Shape {
             self.places.first().map_or(0, |&first| usize::from(first & DRIVE_BITS)) + index
         }) % self.drives
     }
-}
 
-impl Shape {
-    /// All fragments, in runs for one request each.
-    fn runs(&self) -> Vec<Run> {
+    /// All fragments, in runs of up to `most` for one request each.
+    fn runs(&self, most: u32) -> Vec<Run> {
         // Where a fragment follows the one before it on its drive is all that is known of slots: numbers to that effect.
         let mut slots = [0; DRIVE_BITS as usize + 1];
         let place = |index: u32| {
@@ -290,7 +288,7 @@ impl Shape {
             Some((usize::from(byte & DRIVE_BITS), *slot))
         };
         let places: Vec<_> = (0..self.fragments()).map(place).collect();
-        xkv_store::runs(places.into_iter(), MAX_RUN, slots.len())
+        xkv_store::runs(places.into_iter(), most as usize, slots.len())
     }
 }
 
@@ -337,11 +335,12 @@ impl Reading for Leased {
 
     fn slots_at_once(&self) -> u32 {
         // Few enough that they are found free while a stalled drive has its share.
-        (self.link.slots() / 16).clamp(1, MAX_RUN) as u32
+        let most = (self.link.slots() / 16).min(RUN_BYTES / self.shape.fragment_bytes);
+        most.clamp(1, MAX_RUN) as u32
     }
 
     fn runs(&self) -> Vec<Run> {
-        self.shape.runs()
+        self.shape.runs(self.slots_at_once())
     }
 
     fn read(&self, run: Run, slots: Vec<SlotBuf>, done: ReadDone) {

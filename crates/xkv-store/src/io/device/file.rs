@@ -127,6 +127,14 @@ impl FileDevice {
         Ok(())
     }
 
+    /// Bytes of the filesystem that a file takes; 0 for a block device.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn taken(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.blocks() * 512)
+    }
+
     /// Makes a file of `bytes` zeros of this one; a block device keeps its contents and size.
     ///
     /// # Errors
@@ -137,7 +145,7 @@ impl FileDevice {
         }
         let failed = |e| Error::io(format!("{}: cannot be made {bytes} bytes long", self.name), e);
         let stats = rustix::fs::fstatvfs(&self.file).map_err(|e| failed(e.into()))?;
-        let taken = self.file.metadata().map_err(failed)?.blocks() * 512;
+        let taken = self.taken().map_err(failed)?;
         let free = stats.f_bavail * stats.f_frsize + taken;
         if bytes > free {
             return Err(Error::new(
