@@ -33,6 +33,8 @@ def draw(cases: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    # Text stays text: small, and to be searched.
+    matplotlib.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
 
     size = (3.2 * len(PANELS), 2.6 * len(cases))
