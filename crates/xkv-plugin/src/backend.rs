@@ -126,10 +126,16 @@ pub trait Transaction: Send {
     fn goes_straight(&self, _index: u32) -> bool {
         false
     }
-    /// Writes a run from memory of its length, once, where [`Transaction::goes_straight`]; `sums` of each fragment.
-    fn write_straight(&mut self, _run: Run, memory: Lent, _sums: Vec<FragmentSums>, done: LentDone) {
+    /// Writes a run from memory of its length, once, where [`Transaction::goes_straight`].
+    fn write_straight(&mut self, _run: Run, memory: Lent, done: LentDone) {
         drop(memory);
         done(Err(io::ErrorKind::Unsupported.into()));
+    }
+    /// Takes the checksums of a run that is written straight, of each fragment; before the commit.
+    fn summed(&mut self, _run: Run, _sums: Vec<FragmentSums>) {}
+    /// As [`Reading::has_time`].
+    fn has_time(&self, _index: u32) -> bool {
+        false
     }
     /// Makes the object visible and durable. Every fragment must have been written.
     fn commit(self: Box<Self>, done: Done<Result<()>>);
@@ -164,7 +170,8 @@ pub trait Reading: Send {
         drop(memory);
         done(Err(io::ErrorKind::Unsupported.into()));
     }
-    /// Whether completions of fragment `index` come on threads that have time to go on with the bytes.
+    /// Whether threads that move fragment `index` have time for its bytes: completions may use them, and watches of lent
+    /// memory are called.
     fn has_time(&self, _index: u32) -> bool {
         false
     }

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use crossbeam_channel::{Receiver, Sender};
-use xkv_store::{Coverage, Digest, FragmentSums, Lent, Run, Shape, SlotBuf, Summer};
+use parking_lot::Mutex;
+use xkv_store::{Coverage, Digest, FragmentSums, Lent, Run, Shape, SlotBuf, Summer, Watch};
 
 use crate::guard::{L1Buffer, LentPart};
 use crate::task::{Gathering, Message, Piece, Scattering};
@@ -73,6 +74,7 @@ pub unsafe fn poke(head: &[u8], target: NonNull<u8>) {
 }
 
 /// Where fragments lie in their object's buffer, and what their checksums are bound to.
+#[derive(Clone)]
 pub struct Place {
     /// The whole object's buffer.
     pub buffer: Arc<L1Buffer>,
@@ -94,6 +96,12 @@ impl Place {
         Summer::new(&self.digest, index, self.of(index).1 as u32, coverage)
     }
 
+    /// The bytes of a run, to be lent to a drive, and their checksums as they pass.
+    pub(crate) fn lend_watched(&self, run: Run, coverage: Coverage) -> (Lent, Passing) {
+        let (passing, watch) = Passing::of(run, self.clone(), coverage);
+        (self.lend(run).watched(watch), passing)
+    }
+
     /// The bytes of a run, to be lent to a drive.
     pub(crate) fn lend(&self, run: Run) -> Lent {
         let (offset, _) = self.of(run.first);
@@ -101,6 +109,51 @@ impl Place {
         let stride = run.step as usize * self.fragment_bytes;
         let shape = Shape { len, piece: self.fragment_bytes, stride };
         Lent::new(Box::new(LentPart { buffer: self.buffer.clone(), offset, shape }))
+    }
+}
+
+/// Checksums of a run's fragments, computed as its bytes pass.
+pub struct Passing(Arc<Mutex<Passed>>);
+
+struct Passed {
+    place: Place,
+    run: Run,
+    coverage: Coverage,
+    /// Of the fragments that are through.
+    sums: Vec<FragmentSums>,
+    /// The fragment that is passing, and how much of it is still to come.
+    current: Option<(Summer, usize)>,
+}
+
+impl Passing {
+    /// For a run, and who has to see its bytes.
+    pub(crate) fn of(run: Run, place: Place, coverage: Coverage) -> (Self, Watch) {
+        let passed = Passed { place, run, coverage, sums: Vec::new(), current: None };
+        let shared = Arc::new(Mutex::new(passed));
+        (Self(shared.clone()), Box::new(move |bytes| shared.lock().take(bytes)))
+    }
+
+    /// The sums of all fragments. None when some of their bytes were not shown.
+    pub(crate) fn sums(&self) -> Option<Vec<FragmentSums>> {
+        let mut passed = self.0.lock();
+        (passed.sums.len() == passed.run.count as usize).then(|| std::mem::take(&mut passed.sums))
+    }
+}
+
+impl Passed {
+    fn take(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            let index = self.run.first + self.sums.len() as u32 * self.run.step;
+            let fresh = || (self.place.summer(index, self.coverage), self.place.of(index).1);
+            let (mut summer, left) = self.current.take().unwrap_or_else(fresh);
+            let (now, rest) = bytes.split_at(left.min(bytes.len()));
+            summer.update(now);
+            match left - now.len() {
+                0 => self.sums.push(summer.finish()),
+                left => self.current = Some((summer, left)),
+            }
+            bytes = rest;
+        }
     }
 }
 
@@ -112,8 +165,14 @@ pub enum CopyJob {
     Sum { piece: Piece, place: Place, deadline: Instant },
     /// Slots to L1, each a fragment, for a load, checked against `sums`.
     Scatter { piece: Piece, place: Place, slots: Vec<SlotBuf>, sums: Vec<FragmentSums>, coverage: Coverage },
-    /// A run that the drive read straight into L1, checked against `sums` of each fragment.
-    Check { piece: Piece, place: Place, sums: Vec<FragmentSums>, coverage: Coverage },
+    /// A run that the drive read straight into L1, checked against `sums` of each fragment; `found` as it passed.
+    Check {
+        piece: Piece,
+        place: Place,
+        sums: Vec<FragmentSums>,
+        coverage: Coverage,
+        found: Option<Vec<FragmentSums>>,
+    },
 }
 
 /// Runs jobs until there is nobody left to send some, or `closing`.
@@ -145,8 +204,8 @@ pub fn do_job(job: CopyJob) -> Message {
             drop(slots);
             Message::Scattered { piece, outcome: copied.unwrap_or(Scattering::Closed) }
         }
-        CopyJob::Check { piece, place, sums, coverage } => {
-            let checked = catch_unwind(AssertUnwindSafe(|| checked(piece, &place, &sums, coverage)));
+        CopyJob::Check { piece, place, sums, coverage, found } => {
+            let checked = catch_unwind(AssertUnwindSafe(|| checked(piece, &place, &sums, coverage, found)));
             Message::Scattered { piece, outcome: checked.unwrap_or(Scattering::Closed) }
         }
     }
@@ -172,10 +231,13 @@ fn summed(piece: Piece, place: &Place, deadline: Instant) -> Gathering {
     if Instant::now() >= deadline {
         return Gathering::TooOld;
     }
-    let sums: Option<Vec<_>> =
-        piece.run.fragments().map(|index| sums_of(index, place, Coverage::Both)).collect();
     // Whether it is too old by then is asked again when it was written.
-    sums.map_or(Gathering::Closed, Gathering::Summed)
+    sums_in(piece.run, place, Coverage::Both).map_or(Gathering::Closed, Gathering::Summed)
+}
+
+/// The checksums of a run's fragments where they are. None once their buffer is closed.
+fn sums_in(run: Run, place: &Place, coverage: Coverage) -> Option<Vec<FragmentSums>> {
+    run.fragments().map(|index| sums_of(index, place, coverage)).collect()
 }
 
 /// The checksums of a fragment where it is. None once its buffer is closed.
@@ -206,16 +268,20 @@ fn scattered(
     Scattering::Done
 }
 
-fn checked(piece: Piece, place: &Place, sums: &[FragmentSums], coverage: Coverage) -> Scattering {
+fn checked(
+    piece: Piece,
+    place: &Place,
+    sums: &[FragmentSums],
+    coverage: Coverage,
+    found: Option<Vec<FragmentSums>>,
+) -> Scattering {
     assert_eq!(sums.len(), piece.run.count as usize, "a checksum for each fragment");
-    for (index, &wanted) in piece.run.fragments().zip(sums) {
-        match sums_of(index, place, coverage) {
-            None => return Scattering::Closed,
-            Some(found) if !agree(found, wanted, coverage) => return Scattering::Damaged(index),
-            Some(_) => {}
-        }
-    }
-    Scattering::Done
+    let Some(found) = found.or_else(|| sums_in(piece.run, place, coverage)) else {
+        return Scattering::Closed;
+    };
+    let mut pairs = piece.run.fragments().zip(found.iter().zip(sums));
+    let damaged = pairs.find(|(_, (found, wanted))| !agree(**found, **wanted, coverage));
+    damaged.map_or(Scattering::Done, |(index, _)| Scattering::Damaged(index))
 }
 
 fn agree(found: FragmentSums, wanted: FragmentSums, coverage: Coverage) -> bool {
@@ -249,6 +315,33 @@ mod tests {
             // SAFETY: `back` has `len` bytes.
             unsafe { scatter(&slot, NonNull::new(back.as_mut_ptr()).unwrap(), &mut summer) };
             assert_eq!((back, summer.finish()), (memory, want));
+        }
+    }
+
+    #[test]
+    fn what_passes_is_summed_by_fragments() {
+        let (fragment_bytes, len) = (8192, 4 * 8192 + 100);
+        let mut memory: Vec<u8> = (0..len).map(|i| (i * 13 + i / 251) as u8).collect();
+        let address = NonNull::new(memory.as_mut_ptr()).unwrap();
+        // SAFETY: `memory` outlives the buffer.
+        let buffer = Arc::new(unsafe { L1Buffer::new(address, memory.len()) });
+        let place = Place { buffer, fragment_bytes, digest: Digest([3; 32]) };
+        for (run, step) in
+            [(Run { first: 1, count: 4, step: 1 }, 4096), (Run { first: 0, count: 3, step: 2 }, 12288)]
+        {
+            let fragment = |index: u32| {
+                let start = index as usize * fragment_bytes;
+                &memory[start..(start + fragment_bytes).min(len)]
+            };
+            let bytes = run.fragments().map(fragment).collect::<Vec<_>>().concat();
+            let (passing, mut watch) = Passing::of(run, place.clone(), Coverage::Both);
+            for piece in bytes.chunks(step) {
+                assert_eq!(passing.sums(), None, "not all of it has passed");
+                watch(piece);
+            }
+            let want: Vec<_> =
+                run.fragments().map(|i| fragment_sums(&place.digest, i, fragment(i))).collect();
+            assert_eq!(passing.sums(), Some(want));
         }
     }
 

@@ -180,11 +180,18 @@ impl Transaction for Writing {
         self.txn.goes_straight(index)
     }
 
-    fn write_straight(&mut self, run: Run, memory: Lent, sums: Vec<FragmentSums>, done: LentDone) {
+    fn write_straight(&mut self, run: Run, memory: Lent, done: LentDone) {
+        self.txn.write_straight(run, memory, done);
+    }
+
+    fn summed(&mut self, run: Run, sums: Vec<FragmentSums>) {
         for (index, sums) in run.fragments().zip(sums) {
             self.sums[index as usize] = sums;
         }
-        self.txn.write_straight(run, memory, done);
+    }
+
+    fn has_time(&self, index: u32) -> bool {
+        self.txn.has_time(index)
     }
 
     fn commit(self: Box<Self>, done: Done<Result<()>>) {

@@ -130,11 +130,15 @@ impl Reactor {
             return false;
         };
         let place = self.place(&load.buffer, &load.key);
-        let (memory, coverage) = (place.lend(piece.run), self.shared.config.verify.coverage());
+        let coverage = self.shared.config.verify.coverage();
+        let (memory, passing) = place.lend_watched(piece.run, coverage);
         let (sender, copies) = (self.sender.clone(), self.copies.clone());
         let here = reading.has_time(piece.run.first);
         let done = move |result: io::Result<Vec<FragmentSums>>| match result {
-            Ok(sums) => hand_on(CopyJob::Check { piece, place, sums, coverage }, here, &sender, &copies),
+            Ok(sums) => {
+                let found = passing.sums();
+                hand_on(CopyJob::Check { piece, place, sums, coverage, found }, here, &sender, &copies);
+            }
             Err(error) => {
                 let outcome = match error.raw_os_error() {
                     Some(libc::EFAULT | libc::EINVAL) => Scattering::NotStraight(error),

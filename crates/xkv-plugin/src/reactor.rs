@@ -181,7 +181,7 @@ impl Reactor {
         while let Some(piece) = self.window.next() {
             let straight = match piece.class {
                 Class::Load => self.read_straight(piece),
-                Class::Store => self.sum(piece),
+                Class::Store => self.write_straight(piece),
             };
             if straight {
                 continue;

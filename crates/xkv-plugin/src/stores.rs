@@ -1,8 +1,9 @@
 //! The reactor's stores: begin, copy in, write, commit.
 
+use std::io;
 use std::time::Instant;
 
-use xkv_store::{ErrorKind, ObjectKey, Result, SlotBuf};
+use xkv_store::{Coverage, ErrorKind, FragmentSums, ObjectKey, Result, SlotBuf};
 
 use crate::backend::{Begun, Transaction, UNREACHABLE, drive_set, is_unreachable};
 use crate::connector::{BACKLOG, key_fits};
@@ -125,8 +126,9 @@ impl Reactor {
         let _ = self.copies.send(CopyJob::Gather { piece, place, slot, deadline });
     }
 
-    /// Has a run summed where it is, if it can be written from there; false otherwise, and nothing happened.
-    pub(crate) fn sum(&mut self, piece: Piece) -> bool {
+    /// Has a run written from where it is, if that can be; false otherwise, and nothing happened. It is summed by the thread
+    /// that writes it, where that has time, by a copy thread before it otherwise.
+    pub(crate) fn write_straight(&mut self, piece: Piece) -> bool {
         let Some(store) = self.stores.get(&piece.ticket) else {
             return false;
         };
@@ -136,7 +138,20 @@ impl Reactor {
             return false;
         }
         let (place, deadline) = (self.place(&store.buffer, &store.key), store.deadline);
-        let _ = self.copies.send(CopyJob::Sum { piece, place, deadline });
+        let store = self.stores.get_mut(&piece.ticket).expect("found above");
+        let txn = store.txn.as_mut().expect("found above");
+        if !txn.has_time(piece.run.first) {
+            let _ = self.copies.send(CopyJob::Sum { piece, place, deadline });
+            return true;
+        }
+        let (memory, passing) = place.lend_watched(piece.run, Coverage::Both);
+        let sender = self.sender.clone();
+        let done = move |result: io::Result<()>| {
+            let seen = || passing.sums().ok_or_else(|| io::Error::other("its bytes were not seen"));
+            let result = result.and_then(|()| seen());
+            let _ = sender.send(Message::Written { piece, straight: true, result: result.map(Some) });
+        };
+        txn.write_straight(piece.run, memory, Box::new(done));
         true
     }
 
@@ -150,8 +165,9 @@ impl Reactor {
         match outcome {
             Gathering::Done(slot, sums) => {
                 let sender = self.sender.clone();
-                let done = move |slot, result| {
+                let done = move |slot, result: io::Result<()>| {
                     drop(slot);
+                    let result = result.map(|()| None);
                     let _ = sender.send(Message::Written { piece, straight: false, result });
                 };
                 let txn = store.txn.as_mut().expect("a store in progress has its transaction");
@@ -159,11 +175,13 @@ impl Reactor {
             }
             Gathering::Summed(sums) => {
                 let sender = self.sender.clone();
-                let done = move |result| {
+                let done = move |result: io::Result<()>| {
+                    let result = result.map(|()| None);
                     let _ = sender.send(Message::Written { piece, straight: true, result });
                 };
                 let txn = store.txn.as_mut().expect("a store in progress has its transaction");
-                txn.write_straight(piece.run, place.lend(piece.run), sums, Box::new(done));
+                txn.summed(piece.run, sums);
+                txn.write_straight(piece.run, place.lend(piece.run), Box::new(done));
             }
             Gathering::TooOld | Gathering::Closed => {
                 self.window.landed(&piece);
@@ -174,7 +192,13 @@ impl Reactor {
         }
     }
 
-    pub(crate) fn written(&mut self, piece: Piece, straight: bool, result: std::io::Result<()>) {
+    /// A piece was written, or not; with its checksums, if they were computed on the way.
+    pub(crate) fn written(
+        &mut self,
+        piece: Piece,
+        straight: bool,
+        result: io::Result<Option<Vec<FragmentSums>>>,
+    ) {
         self.window.landed(&piece);
         let ticket = piece.ticket;
         let Some(store) = self.stores.get_mut(&ticket) else {
@@ -184,21 +208,12 @@ impl Reactor {
             // L1's lock on the bytes may have run out while the drive read them: the object is not committed.
             return self.settle(ticket, Outcome::TooOld, || "L1's lock on its bytes may have run out".into());
         }
-        if let Err(error) = result {
-            if straight && matches!(error.raw_os_error(), Some(libc::EFAULT | libc::EINVAL)) {
-                store.straight = false;
-                return self.window.push(piece);
-            }
-            let full = matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
-            let outcome = if is_unreachable(&error) {
-                Outcome::Unreachable
-            } else if full {
-                Outcome::Rejected
-            } else {
-                Outcome::Failed
-            };
-            return self
-                .settle(ticket, outcome, || format!("{} on drive {}: {error}", piece.run, piece.drive));
+        let sums = match result {
+            Ok(sums) => sums,
+            Err(error) => return self.not_written(piece, straight, &error),
+        };
+        if let (Some(sums), Some(txn)) = (sums, &mut store.txn) {
+            txn.summed(piece.run, sums);
         }
         if store.left.done(piece.drive, piece.run.count)
             && let Some(txn) = store.txn.take()
@@ -209,6 +224,26 @@ impl Reactor {
             };
             txn.commit(Box::new(done));
         }
+    }
+
+    fn not_written(&mut self, piece: Piece, straight: bool, error: &io::Error) {
+        let refused = matches!(error.raw_os_error(), Some(libc::EFAULT | libc::EINVAL));
+        if straight
+            && refused
+            && let Some(store) = self.stores.get_mut(&piece.ticket)
+        {
+            store.straight = false;
+            return self.window.push(piece);
+        }
+        let full = matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT));
+        let outcome = if is_unreachable(error) {
+            Outcome::Unreachable
+        } else if full {
+            Outcome::Rejected
+        } else {
+            Outcome::Failed
+        };
+        self.settle(piece.ticket, outcome, || format!("{} on drive {}: {error}", piece.run, piece.drive));
     }
 
     pub(crate) fn committed(&mut self, ticket: u64, result: Result<()>) {

@@ -172,7 +172,8 @@ pub enum Message {
         piece: Piece,
         /// Whether it was written straight from L1.
         straight: bool,
-        result: std::io::Result<()>,
+        /// Its checksums, where they were computed on the way.
+        result: io::Result<Option<Vec<FragmentSums>>>,
     },
     Committed {
         ticket: u64,

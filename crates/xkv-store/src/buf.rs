@@ -116,9 +116,13 @@ pub unsafe trait Lender: Send + Sync + 'static {
     fn shape(&self) -> Shape;
 }
 
+/// Sees the bytes of a transfer piece by piece, from its start on.
+pub type Watch = Box<dyn FnMut(&[u8]) + Send>;
+
 /// Memory that is lent for one transfer.
 pub struct Lent {
     lender: Box<dyn Lender>,
+    watch: Option<Watch>,
     shape: Shape,
     start: Option<NonNull<u8>>,
 }
@@ -129,7 +133,18 @@ unsafe impl Send for Lent {}
 impl Lent {
     /// Memory of `lender`.
     pub fn new(lender: Box<dyn Lender>) -> Self {
-        Self { shape: lender.shape(), lender, start: None }
+        Self { shape: lender.shape(), lender, watch: None, start: None }
+    }
+
+    /// Has `watch` see what was read, or is about to be written, while the CPU's caches have it: in pieces of whole blocks.
+    /// Engines whose threads have time do so ([`crate::io::IoEngine::has_time`]), the others do not.
+    pub fn watched(mut self, watch: Watch) -> Self {
+        self.watch = Some(watch);
+        self
+    }
+
+    pub(crate) fn take_watch(&mut self) -> Option<Watch> {
+        self.watch.take()
     }
 
     /// Bytes.

@@ -100,7 +100,7 @@ impl Lease {
         self.store.goes_straight(self.entry.slots.numbers()[index as usize], self.fragment_len(index))
     }
 
-    /// Whether completions of fragment `index` come on threads that have time to go on with the bytes.
+    /// Whether threads that read fragment `index` have time for its bytes, see [`crate::io::IoEngine::has_time`].
     pub fn has_time(&self, index: u32) -> bool {
         self.store.drives[self.drive(index)].engine.has_time()
     }

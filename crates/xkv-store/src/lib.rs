@@ -38,7 +38,7 @@ pub mod trial;
 mod txn;
 pub mod usage;
 
-pub use buf::{Lender, Lent, Shape, SlotBuf, SlotHome, SlotPool};
+pub use buf::{Lender, Lent, Shape, SlotBuf, SlotHome, SlotPool, Watch};
 pub use check::check;
 pub use checksum::{Coverage, FragmentSums, Summer, fragment_sums};
 pub use clear::{Cleared, clear};

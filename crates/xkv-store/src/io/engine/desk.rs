@@ -9,7 +9,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::queue::ClassQueue;
 use super::{EngineLoad, IoDone, IoRequest, LentDone, LentRequest, Op, SlotsDone, SlotsRequest};
-use crate::buf::{Lent, SlotBuf};
+use crate::buf::{Lent, SlotBuf, Watch};
 use crate::io::{BLOCK, Device};
 
 /// Takes requests in, hands them to the engine's threads, keeps count.
@@ -66,6 +66,14 @@ impl Memory {
         match self {
             Memory::Slot(..) | Memory::Slots(..) => true,
             Memory::Lent(lent, _) => lent.enter(),
+        }
+    }
+
+    /// Who sees the bytes as they pass.
+    pub fn take_watch(&mut self) -> Option<Watch> {
+        match self {
+            Memory::Slot(..) | Memory::Slots(..) => None,
+            Memory::Lent(lent, _) => lent.take_watch(),
         }
     }
 

@@ -111,7 +111,8 @@ pub trait IoEngine: Send + Sync + 'static {
     fn submit_slots(&self, request: SlotsRequest);
     /// As [`IoEngine::submit`], for memory of somebody else.
     fn submit_lent(&self, request: LentRequest);
-    /// Whether completions are called on threads that have time: the other requests go on meanwhile.
+    /// Whether its threads have time for the bytes they move, as the other requests go on meanwhile: completions may use them,
+    /// and watches of lent memory are called ([`crate::Lent::watched`]).
     fn has_time(&self) -> bool;
     /// What is queued and in flight.
     fn load(&self) -> EngineLoad;

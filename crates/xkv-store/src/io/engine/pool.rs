@@ -13,6 +13,10 @@ use crate::io::Device;
 /// Threads per drive at most.
 const MAX_THREADS: usize = 16;
 
+/// What is read from a drive in memory at once when somebody watches: a core's second cache still has it then. Writes go whole,
+/// since those of one file there wait for each other.
+const WATCHED_BYTES: usize = 128 * 1024;
+
 /// A pool of threads for one device.
 pub(super) struct Pool {
     desk: Arc<Desk>,
@@ -48,15 +52,27 @@ fn serve(desk: &Desk, device: &dyn Device) {
             if !request.memory.enter() {
                 return Err(taken_back());
             }
+            let mut watch = request.memory.take_watch();
+            let most = if watch.is_some() && request.op == Op::Read && device.in_memory() {
+                WATCHED_BYTES
+            } else {
+                usize::MAX
+            };
+            let mut show = |piece: &[u8]| watch.iter_mut().for_each(|watch| watch(piece));
             let mut done = 0;
             while done < request.len {
                 let (op, offset) = (request.op, request.offset + done as u64);
                 let piece = request.piece(done);
+                let len = piece.len().min(most);
+                let piece = &mut piece[..len];
                 match op {
-                    Op::Read => device.read_at(piece, offset),
-                    Op::Write => device.write_at(piece, offset),
+                    Op::Read => device.read_at(piece, offset).map(|()| show(piece)),
+                    Op::Write => {
+                        show(piece);
+                        device.write_at(piece, offset)
+                    }
                 }?;
-                done += piece.len();
+                done += len;
             }
             Ok(())
         }));
