@@ -1,5 +1,8 @@
 //! The committer: one thread that turns commits and removals into log records, a group at a time. While a group is
 //! written the next gathers.
+//!
+//! A group takes two turns: its fragments are flushed, then its records are written and flushed. One flush does the second
+//! for a group and the first for the next one, so that under load there is one for each group.
 
 use std::collections::VecDeque;
 use std::io;
@@ -79,7 +82,7 @@ struct State {
     ops: VecDeque<Op>,
     closing: bool,
     ended: bool,
-    /// Since when the group being written is.
+    /// Since when the committer's turn is.
     busy: Option<Instant>,
 }
 
@@ -123,14 +126,15 @@ impl Commits {
         (state.ops.len(), state.busy.map(|since| since.elapsed()))
     }
 
-    /// The next group: operations of up to `limit` bytes, at least one. Empty after a tick. None: end.
-    fn next(&self, limit: usize) -> Option<Vec<Op>> {
+    /// The next group: operations of up to `limit` bytes, at least one. Empty after a tick, and at once when there is none
+    /// and the caller has something to do (`idle` is false). None: end.
+    fn next(&self, limit: usize, idle: bool) -> Option<Vec<Op>> {
         let mut state = self.state.lock();
         state.busy = None;
-        if state.ops.is_empty() && !state.closing {
+        if idle && state.ops.is_empty() && !state.closing {
             self.wake.wait_for(&mut state, TICK);
         }
-        if state.ops.is_empty() && state.closing {
+        if idle && state.ops.is_empty() && state.closing {
             state.ended = true;
             return None;
         }
@@ -160,6 +164,8 @@ pub(crate) fn log_failed() -> Error {
 pub(crate) struct Committer {
     pub(crate) inner: Arc<Inner>,
     pub(crate) log: Log,
+    /// The group whose fragments are durable, and whose records are not written yet.
+    flushed: Vec<Op>,
     /// Entries of a failed group: the log may still name their slots, so they stay taken until the next snapshot.
     pub(crate) limbo: Vec<Arc<Entry>>,
     pub(crate) tried: Instant,
@@ -167,12 +173,12 @@ pub(crate) struct Committer {
 
 impl Committer {
     pub(crate) fn new(inner: Arc<Inner>, log: Log) -> Self {
-        Self { inner, log, limbo: Vec::new(), tried: Instant::now() }
+        Self { inner, log, flushed: Vec::new(), limbo: Vec::new(), tried: Instant::now() }
     }
 
     pub(crate) fn run(mut self) {
         let limit = self.inner.group_limit;
-        while let Some(group) = self.inner.commits.next(limit) {
+        while let Some(group) = self.inner.commits.next(limit, self.flushed.is_empty()) {
             if self.inner.read_only() && self.tried.elapsed() >= TICK {
                 self.restart_log();
             }
@@ -181,63 +187,79 @@ impl Committer {
                     self.limbo.extend(op.fail(log_failed()));
                 }
             } else {
-                self.group(group);
+                self.turn(group);
             }
         }
         if !self.inner.read_only() {
-            self.group(Vec::new());
+            self.turn(Vec::new());
         }
     }
 
-    /// Commits one group, and the uses that wait to be written.
-    fn group(&mut self, group: Vec<Op>) {
-        let (mut group, orphans): (Vec<Op>, Vec<Op>) = group.into_iter().partition(|op| match op {
+    /// Takes a group whose fragments are written. Its records follow a turn later, behind the flush of its fragments; the
+    /// flush of the records is the next group's too. Uses are written along.
+    fn turn(&mut self, group: Vec<Op>) {
+        let (group, orphans): (Vec<Op>, Vec<Op>) = group.into_iter().partition(|op| match op {
             Op::Commit { txn, .. } => txn.holds_key(),
             Op::Remove { .. } | Op::Barrier { .. } => true,
         });
         for op in orphans {
             op.fail(removed());
         }
-        if group.iter().any(|op| matches!(op, Op::Commit { .. })) {
-            let flushed = self.inner.flush();
-            let (lost, kept): (Vec<Op>, Vec<Op>) = group.into_iter().partition(|op| match op {
-                Op::Commit { txn, .. } => txn.generation != self.inner.flush_failures.load(Ordering::SeqCst),
-                Op::Remove { .. } | Op::Barrier { .. } => false,
-            });
-            group = kept;
-            for op in lost {
-                let text = match &flushed {
-                    Err(error) => format!("the drive could not be flushed: {error}"),
-                    Ok(()) => {
-                        "an earlier flush of the drive failed while the object was being written".to_owned()
-                    }
-                };
-                op.fail(Error::new(ErrorKind::Io, text));
-            }
+        let flushed = std::mem::take(&mut self.flushed);
+        let stores = group.iter().any(|op| matches!(op, Op::Commit { .. }));
+        let records = self.records(&flushed, stores);
+        let logged = if records.is_empty() { Ok(()) } else { self.append(&records) };
+        if let Err(error) = logged {
+            return self.log_fails(&error, flushed.into_iter().chain(group));
         }
+        let failures = if stores || !records.is_empty() { self.inner.flush() } else { Vec::new() };
+        let why = failures.first().map(|(_, error)| error.to_string());
+        if let Some((_, error)) = failures.into_iter().find(|(drive, _)| *drive == 0 && !records.is_empty()) {
+            return self.log_fails(&error, flushed.into_iter().chain(group));
+        }
+        self.inner.counters.groups.fetch_add(u64::from(!records.is_empty()), Ordering::Relaxed);
+        for op in flushed {
+            self.apply(op);
+        }
+        let (lost, kept): (Vec<Op>, Vec<Op>) = group.into_iter().partition(|op| match op {
+            Op::Commit { txn, .. } => txn.generation != self.inner.flush_failures.load(Ordering::SeqCst),
+            Op::Remove { .. } | Op::Barrier { .. } => false,
+        });
+        for op in lost {
+            let text = match &why {
+                Some(error) => format!("the drive could not be flushed: {error}"),
+                None => "an earlier flush of the drive failed while the object was being written".to_owned(),
+            };
+            op.fail(Error::new(ErrorKind::Io, text));
+        }
+        self.flushed = kept;
+    }
+
+    /// The records of a group, and of uses; of uses alone unless `stores` are about to be flushed.
+    fn records(&self, group: &[Op], stores: bool) -> Vec<u8> {
         let mut records = Vec::new();
-        for op in &group {
+        for op in group {
             match op {
                 Op::Commit { entry, .. } => record::put_commit(&mut records, &entry.manifest()),
                 Op::Remove { digest, .. } => record::put_remove(&mut records, digest),
                 Op::Barrier { .. } => {}
             }
         }
-        let limit = self.inner.group_limit.saturating_sub(records.len());
-        self.inner.put_touched(&mut records, limit);
-        let written = if records.is_empty() { Ok(()) } else { self.append(&records) };
-        if let Err(error) = written {
-            // Set before any entry is let go, so that no new transaction gets slots the log may still name.
-            self.inner.set_read_only(&error);
-            self.tried = Instant::now();
-            for op in group {
-                self.limbo.extend(op.fail(log_failed()));
-            }
-            return;
+        // Without records of their own, stores are not made to depend on the log yet.
+        if !records.is_empty() || !stores {
+            let limit = self.inner.group_limit.saturating_sub(records.len());
+            self.inner.put_touched(&mut records, limit);
         }
-        self.inner.counters.groups.fetch_add(u64::from(!records.is_empty()), Ordering::Relaxed);
-        for op in group {
-            self.apply(op);
+        records
+    }
+
+    /// Turns the store read-only, and answers `ops` so.
+    fn log_fails(&mut self, error: &io::Error, ops: impl Iterator<Item = Op>) {
+        // Before any entry is let go, so that no new transaction gets slots the log may still name.
+        self.inner.set_read_only(error);
+        self.tried = Instant::now();
+        for op in ops {
+            self.limbo.extend(op.fail(log_failed()));
         }
     }
 
@@ -273,6 +295,7 @@ impl Committer {
         if !self.log.fits(records.len()) {
             self.snapshot()?;
         }
+        self.inner.drives[0].dirty.store(true, Ordering::SeqCst);
         self.log.append(records)
     }
 

@@ -90,29 +90,28 @@ impl Inner {
         (self.live_limit / 10 * 9).min(self.live_limit.saturating_sub(wanted))
     }
 
-    /// Flushes every drive that was written to.
-    pub(crate) fn flush(&self) -> io::Result<()> {
-        let dirty: Vec<&Drive> =
-            self.drives.iter().filter(|drive| drive.dirty.swap(false, Ordering::SeqCst)).collect();
-        let flush = |drive: &&Drive| {
-            drive.device.flush().inspect_err(|error| {
-                drive.dirty.store(true, Ordering::SeqCst);
-                self.flush_failures.fetch_add(1, Ordering::SeqCst);
-                tracing::error!(drive = drive.device.name(), %error, "flush failed; stores since the last one are refused");
-            })
+    /// Flushes every drive that was written to. Its errors, each with the number of its drive.
+    pub(crate) fn flush(&self) -> Vec<(usize, io::Error)> {
+        let dirty = self.drives.iter().enumerate();
+        let dirty: Vec<(usize, &Drive)> =
+            dirty.filter(|(_, drive)| drive.dirty.swap(false, Ordering::SeqCst)).collect();
+        let flush = |&(number, drive): &(usize, &Drive)| {
+            let error = drive.device.flush().err()?;
+            drive.dirty.store(true, Ordering::SeqCst);
+            self.flush_failures.fetch_add(1, Ordering::SeqCst);
+            tracing::error!(drive = drive.device.name(), %error, "flush failed; stores since the last one are refused");
+            Some((number, error))
         };
-        match &dirty[..] {
-            [] => Ok(()),
-            [one] => flush(one),
-            many => std::thread::scope(|scope| {
-                let running: Vec<_> = many.iter().map(|drive| scope.spawn(|| flush(drive))).collect();
-                let ended: Vec<_> = running
-                    .into_iter()
-                    .map(|flush| flush.join().unwrap_or_else(|_| Err(io::Error::other("the flush panicked"))))
-                    .collect();
-                ended.into_iter().collect()
-            }),
+        if let [one] = &dirty[..] {
+            return flush(one).into_iter().collect();
         }
+        std::thread::scope(|scope| {
+            let running: Vec<_> = dirty.iter().map(|drive| (drive.0, scope.spawn(|| flush(drive)))).collect();
+            let ended = running.into_iter().map(|(number, flush)| {
+                flush.join().unwrap_or_else(|_| Some((number, io::Error::other("the flush panicked"))))
+            });
+            ended.flatten().collect()
+        })
     }
 
     /// Appends records of uses that the log has not heard of, up to `limit` bytes.

@@ -95,14 +95,12 @@ impl Log {
         self.next as f64 / self.area_blocks() as f64
     }
 
-    /// Appends a group of records and flushes. On an error nothing of the group counts, though parts may be readable
-    /// after a crash.
+    /// Appends a group of records. They count when the drive was flushed after it; should either fail, some may still be
+    /// readable after a crash, and only a [`Log::snapshot`] goes on.
     pub fn append(&mut self, records: &[u8]) -> io::Result<()> {
         let mut writer = BlockWriter::new(self, self.area, self.epoch, self.next);
         writer.push(records)?;
-        let next = writer.finish()?;
-        self.device.flush()?;
-        self.next = next;
+        self.next = writer.finish()?;
         Ok(())
     }
 

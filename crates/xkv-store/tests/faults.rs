@@ -12,7 +12,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::*;
-use xkv_store::io::device::testing::{Calls, Effect, Fault, FaultyDevice, MemoryDevice, StallDevice};
+use xkv_store::io::device::testing::{
+    Calls, CrashDevice, Effect, Fault, FaultyDevice, MemoryDevice, StallDevice,
+};
 use xkv_store::io::{BLOCK, Device};
 use xkv_store::layout::{DATA_START, Superblock};
 use xkv_store::{ErrorKind, Store, StoreConfig};
@@ -222,6 +224,47 @@ fn a_failed_flush_acknowledges_nothing_that_was_written_before_it() {
     assert!(matches!(put(&store, &key("a"), b"a"), Put::Failed(_)));
     assert_eq!(get(&store, &key("a")), Get::Absent);
     assert!(matches!(put(&store, &key("a"), b"a"), Put::Stored));
+}
+
+/// Stores "a", and "b" while a's first flush is under way, with `fault` on the drive from then on; what became of them, the
+/// store, and the flushes it took.
+fn two_groups(fault: Option<Fault>) -> ([Put; 2], Store, u64) {
+    let crash = CrashDevice::new(&MemoryDevice::new(16 * MIB));
+    let faulty = FaultyDevice::new(crash.clone());
+    let stall = StallDevice::new(faulty.clone());
+    let store = open_on(&[stall.clone()], &config());
+    let before = crash.flushes();
+    stall.stall(Calls::FLUSHES);
+    let puts = std::thread::scope(|scope| {
+        let a = scope.spawn(|| put(&store, &key("a"), &contents(1, 9000)));
+        assert!(stall.await_waiting(1, Duration::from_secs(10)));
+        let b = scope.spawn(|| put(&store, &key("b"), &contents(2, 9000)));
+        await_until("b waits for the log", || store.stats().commits_queued == 1);
+        fault.into_iter().for_each(|fault| faulty.inject(fault));
+        stall.resume();
+        [a.join().unwrap(), b.join().unwrap()]
+    });
+    (puts, store, crash.flushes() - before)
+}
+
+#[test]
+fn one_flush_is_for_the_records_of_a_group_and_the_fragments_of_the_next() {
+    let (puts, store, flushes) = two_groups(None);
+    assert!(matches!(puts, [Put::Stored, Put::Stored]), "{puts:?}");
+    assert_eq!((flushes, store.stats().commit_groups), (3, 2));
+}
+
+#[test]
+fn when_the_flush_of_two_groups_fails_neither_is_acknowledged() {
+    let fault = Fault { after: 1, times: 1, ..Fault::every(Calls::FLUSHES, Effect::Errno(libc::EIO)) };
+    let (puts, store, _) = two_groups(Some(fault));
+    assert!(matches!(puts, [Put::Failed(_), Put::Failed(_)]), "{puts:?}");
+    for name in ["a", "b"] {
+        assert_eq!(get(&store, &key(name)), Get::Absent);
+    }
+    await_until("the store takes changes again", || !store.stats().read_only);
+    assert!(matches!(put(&store, &key("a"), b"a"), Put::Stored));
+    assert_eq!(get(&store, &key("a")), Get::Data(b"a".to_vec()));
 }
 
 #[test]
