@@ -1,7 +1,9 @@
 //! What the connector needs of a store, wherever it lives.
 //!
 //! Every question is answered through a callback, exactly once, on whatever thread knows the answer; an embedded store
-//! answers before the call returns, a gateway a round trip later. Calls and callbacks never block.
+//! answers before the call returns, a gateway a round trip later. Calls and callbacks never block. Whoever answers may go
+//! on with what comes next, and so holds no lock that another call takes; only [`Backend::on_space`]'s function may be
+//! called with locks held.
 
 use std::io;
 use std::sync::Arc;

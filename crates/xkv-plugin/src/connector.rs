@@ -17,6 +17,7 @@ use crate::config::Config;
 use crate::copy;
 use crate::embedded::Embedded;
 use crate::guard::L1Buffer;
+use crate::inbox::Inbox;
 use crate::log::{Line, Log};
 use crate::poison::Stamp;
 use crate::reactor::Reactor;
@@ -27,6 +28,9 @@ pub use crate::task::Owner;
 
 /// Lookups of at most so many keys are answered in submit, where the store knows without waiting.
 pub const INSTANT_LOOKUP_KEYS: usize = 1024;
+
+/// Operations of at most so many keys are begun in submit; others by the reactor's thread, since submit must not take long.
+const INSTANT_KEYS: usize = 2;
 
 /// Longest time that [`Connector::close`] takes: for what touches buffers, for the store, for the last words.
 const CLOSE_PATIENCE: [Duration; 3] =
@@ -159,7 +163,7 @@ impl Shared {
 /// The second tier's end in LMCache's process. Usable from any thread; submit calls take short locks only.
 pub struct Connector {
     shared: Arc<Shared>,
-    inbox: Sender<Message>,
+    inbox: Arc<Inbox<Reactor>>,
     next_id: AtomicU64,
     open: RwLock<bool>,
     ends: Ends,
@@ -193,7 +197,7 @@ impl Connector {
         );
         let ((movers_alive, movers), (stop_reporter, stopped), (reporter_alive, reporter)) = ends;
         let (lines, said) = crossbeam_channel::unbounded::<Line>();
-        let (inbox, messages) = crossbeam_channel::unbounded();
+        let inbox = Arc::new(Inbox::new());
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
         let event = rustix::event::eventfd(0, flags).map_err(|error| {
             backend.close(CLOSE_PATIENCE[1]);
@@ -245,10 +249,9 @@ impl Connector {
         }
         let reactor = Reactor::new(shared.clone(), connector.inbox.clone(), jobs);
         spawn("xkv-reactor", move || {
+            // Ends last: the reactor and its messages may hold the store.
             let _alive = movers_alive;
-            // Dropped with the messages in it before this thread counts as ended: some hold the store.
-            let messages = messages;
-            reactor.run(&messages);
+            reactor.run();
         })?;
         Ok(connector)
     }
@@ -270,15 +273,10 @@ impl Connector {
             return self.refuse(Operation::Get, keys.len(), buffers, owner, error);
         }
         let id = self.submitted(Operation::Get, keys.len());
-        let _ = self.inbox.send(Message::Get(Submission {
-            id,
-            submitted: Instant::now(),
-            accepted: keys.len(),
-            keys,
-            buffers: shareable(buffers),
-            owner: Some(owner),
-            bytes: 0,
-        }));
+        let (count, buffers) = (keys.len(), shareable(buffers));
+        let (submitted, owner) = (Instant::now(), Some(owner));
+        let get = Submission { id, submitted, accepted: count, keys, buffers, owner, bytes: 0 };
+        self.send(Message::Get(get), count, INSTANT_KEYS);
         id
     }
 
@@ -312,15 +310,9 @@ impl Connector {
             return refuse(0, Outcome::Dropped, buffers, owner, BACKLOG);
         }
         let id = self.submitted(Operation::Set, count);
-        let _ = self.inbox.send(Message::Set(Submission {
-            id,
-            submitted: Instant::now(),
-            keys,
-            buffers: shareable(buffers),
-            owner: Some(owner),
-            bytes,
-            accepted,
-        }));
+        let (submitted, buffers, owner) = (Instant::now(), shareable(buffers), Some(owner));
+        let set = Submission { id, submitted, keys, buffers, owner, bytes, accepted };
+        self.send(Message::Set(set), count, INSTANT_KEYS);
         id
     }
 
@@ -370,7 +362,9 @@ impl Connector {
             };
             self.shared.backend.lookup(&keys, Box::new(answer));
         } else {
-            let _ = self.inbox.send(Message::Exists(Question { id, submitted, keys }));
+            // One question for all of them.
+            let count = keys.len();
+            self.send(Message::Exists(Question { id, submitted, keys }), count, INSTANT_LOOKUP_KEYS);
         }
         id
     }
@@ -384,8 +378,18 @@ impl Connector {
         }
         let id = self.submitted(Operation::Delete, keys.len());
         let keys = self.object_keys(&keys);
-        let _ = self.inbox.send(Message::Delete(Question { id, submitted: Instant::now(), keys }));
+        let count = keys.len();
+        self.send(Message::Delete(Question { id, submitted: Instant::now(), keys }), count, INSTANT_KEYS);
         id
+    }
+
+    /// Brings the reactor an operation of so many keys; of up to `instant` it does the reactor's work.
+    fn send(&self, message: Message, keys: usize, instant: usize) {
+        if keys <= instant {
+            self.inbox.post(message);
+        } else {
+            self.inbox.leave(message);
+        }
     }
 
     fn object_keys(&self, keys: &[Vec<u8>]) -> Vec<ObjectKey> {
@@ -451,7 +455,7 @@ impl Connector {
             *open = false;
         }
         self.shared.closing.store(true, Ordering::Release);
-        let _ = self.inbox.send(Message::Close);
+        self.inbox.close();
         // Nothing is ever sent on these channels: they disconnect when the last thread ends.
         if self.ends.movers.recv_timeout(CLOSE_PATIENCE[0])
             == Err(crossbeam_channel::RecvTimeoutError::Timeout)

@@ -7,11 +7,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use crossbeam_channel::{Receiver, Sender};
+use crossbeam_channel::Receiver;
 use parking_lot::Mutex;
 use xkv_store::{Coverage, Digest, FragmentSums, Lent, Run, Shape, SlotBuf, Summer, Watch};
 
 use crate::guard::{L1Buffer, LentPart};
+use crate::inbox::Inbox;
+use crate::reactor::Reactor;
 use crate::task::{Gathering, Message, Piece, Scattering};
 
 /// A multiple of the checksum's sampling stride, and half of a small first-level cache.
@@ -176,10 +178,10 @@ pub enum CopyJob {
 }
 
 /// Runs jobs until there is nobody left to send some, or `closing`.
-pub fn run(jobs: &Receiver<CopyJob>, inbox: &Sender<Message>, closing: &AtomicBool) {
+pub fn run(jobs: &Receiver<CopyJob>, inbox: &Inbox<Reactor>, closing: &AtomicBool) {
     for job in jobs {
         // The reactor ends with the connector; what is left then is of no use to anybody.
-        let _ = inbox.send(do_job(job));
+        inbox.post(do_job(job));
         // What there is is done first, at once since the buffers are closed: the reactor waits for those that a drive had.
         if closing.load(Ordering::Acquire) && jobs.is_empty() {
             return;

@@ -1,7 +1,7 @@
 //! Connector logic: tasks, deadlines, scheduling, copy and checksum, statistics; knows no Python.
 //!
-//! [`Connector`] is the face. Behind it one thread, the reactor, owns every operation and talks to a [`Backend`];
-//! a few threads copy between slots and LMCache's buffers. Bytes always move drive <-> slot <-> buffer, and the step
+//! [`Connector`] is the face. Behind it the reactor owns every operation and talks to a [`Backend`]; it works on the
+//! thread that brings it a message, or on its own (`inbox.rs`). A few threads copy between slots and LMCache's buffers. Bytes always move drive <-> slot <-> buffer, and the step
 //! to and from a buffer is guarded (`guard.rs`), so that giving up on an operation is always safe.
 #![deny(unsafe_code)]
 
@@ -14,6 +14,7 @@ mod embedded;
 mod gateway;
 #[allow(unsafe_code)]
 mod guard;
+mod inbox;
 mod loads;
 mod log;
 mod poison;

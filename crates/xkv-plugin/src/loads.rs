@@ -11,6 +11,7 @@ use xkv_store::{FragmentSums, ObjectKey, SlotBuf};
 use crate::backend::{Reading, drive_set, is_unreachable};
 use crate::copy::{CopyJob, Place, do_job};
 use crate::guard::L1Buffer;
+use crate::inbox::Inbox;
 use crate::reactor::{Reactor, show};
 use crate::stats::Miss;
 use crate::task::{
@@ -59,9 +60,9 @@ impl Reactor {
             return true;
         };
         self.asked[0] += 1;
-        let sender = self.sender.clone();
+        let inbox = self.inbox.clone();
         let done = move |reading| {
-            let _ = sender.send(Message::Opened { ticket, reading });
+            inbox.post(Message::Opened { ticket, reading });
         };
         self.shared.backend.open(&load.key, Box::new(done));
         true
@@ -103,16 +104,16 @@ impl Reactor {
         let reading = load.reading.as_ref().expect("only opened objects have fragments in the window");
         let place = self.place(&load.buffer, &load.key);
         let coverage = self.shared.config.verify.coverage();
-        let (sender, copies) = (self.sender.clone(), self.copies.clone());
+        let (inbox, copies) = (self.inbox.clone(), self.copies.clone());
         let here = reading.has_time(piece.run.first);
         let done = move |slots, result: io::Result<Vec<FragmentSums>>| match result {
             Ok(sums) => {
                 let job = CopyJob::Scatter { piece, place, slots, sums, coverage };
-                hand_on(job, here, &sender, &copies);
+                hand_on(job, here, &inbox, &copies);
             }
             Err(error) => {
                 drop(slots);
-                let _ = sender.send(Message::Scattered { piece, outcome: Scattering::Failed(error) });
+                inbox.post(Message::Scattered { piece, outcome: Scattering::Failed(error) });
             }
         };
         reading.read(piece.run, slots, Box::new(done));
@@ -132,19 +133,19 @@ impl Reactor {
         let place = self.place(&load.buffer, &load.key);
         let coverage = self.shared.config.verify.coverage();
         let (memory, passing) = place.lend_watched(piece.run, coverage);
-        let (sender, copies) = (self.sender.clone(), self.copies.clone());
+        let (inbox, copies) = (self.inbox.clone(), self.copies.clone());
         let here = reading.has_time(piece.run.first);
         let done = move |result: io::Result<Vec<FragmentSums>>| match result {
             Ok(sums) => {
                 let found = passing.sums();
-                hand_on(CopyJob::Check { piece, place, sums, coverage, found }, here, &sender, &copies);
+                hand_on(CopyJob::Check { piece, place, sums, coverage, found }, here, &inbox, &copies);
             }
             Err(error) => {
                 let outcome = match error.raw_os_error() {
                     Some(libc::EFAULT | libc::EINVAL) => Scattering::NotStraight(error),
                     _ => Scattering::Failed(error),
                 };
-                let _ = sender.send(Message::Scattered { piece, outcome });
+                inbox.post(Message::Scattered { piece, outcome });
             }
         };
         reading.read_straight(piece.run, memory, Box::new(done));
@@ -256,10 +257,10 @@ impl Reactor {
 }
 
 /// Has a job done: here, where the thread has time, by a copy thread otherwise.
-fn hand_on(job: CopyJob, here: bool, sender: &Sender<Message>, copies: &Sender<CopyJob>) {
+fn hand_on(job: CopyJob, here: bool, inbox: &Inbox<Reactor>, copies: &Sender<CopyJob>) {
     let job = if here { Some(job) } else { copies.send(job).err().map(|refused| refused.0) };
     // Refused only when the copy threads have ended with the connector; the reactor may still wait for the buffer.
     if let Some(job) = job {
-        let _ = sender.send(do_job(job));
+        inbox.post(do_job(job));
     }
 }

@@ -1,6 +1,7 @@
-//! The reactor: one thread that owns every operation, hands out slots and answers at deadlines.
+//! The reactor: owns every operation, hands out slots and answers at deadlines, on whatever thread has a turn
+//! (`inbox.rs`). Turns are short: they wait for no drive and copy no fragments.
 //!
-//! Loads and stores are its two halves (`loads.rs`, `stores.rs`); here is what they share: the loop, batches and their
+//! Loads and stores are its two halves (`loads.rs`, `stores.rs`); here is what they share: the turn, batches and their
 //! deadlines, stalled drives, lookups and deletes.
 
 use std::cmp::Reverse;
@@ -10,19 +11,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use crossbeam_channel::Sender;
 use tracing::Level;
 use xkv_store::{Digest, ObjectKey, Result, SlotBuf};
 
 use crate::backend::{Backend, DriveSet, UNREACHABLE, drive_set};
 use crate::connector::{CLOSED, Shared};
 use crate::copy::CopyJob;
+use crate::inbox::{Inbox, Work};
 use crate::stats::{Miss, Outcome};
 use crate::task::{Batch, Class, Completion, LoadKey, Message, Operation, Piece, Question, StoreKey};
 use crate::window::Window;
-
-/// Messages taken between two looks at clocks and slots.
-const MESSAGES_PER_TURN: usize = 256;
 
 /// How long drives are waited for that read straight into buffers, when the connector closes.
 const STRAIGHT_PATIENCE: Duration = Duration::from_millis(800);
@@ -49,7 +48,7 @@ enum Room {
 
 pub struct Reactor {
     pub(crate) shared: Arc<Shared>,
-    pub(crate) sender: Sender<Message>,
+    pub(crate) inbox: Arc<Inbox<Reactor>>,
     pub(crate) copies: Sender<CopyJob>,
     pub(crate) batches: HashMap<u64, Batch>,
     pub(crate) loads: HashMap<u64, LoadKey>,
@@ -74,21 +73,22 @@ pub struct Reactor {
 }
 
 impl Reactor {
-    pub fn new(shared: Arc<Shared>, sender: Sender<Message>, copies: Sender<CopyJob>) -> Self {
+    pub fn new(shared: Arc<Shared>, inbox: Arc<Inbox<Reactor>>, copies: Sender<CopyJob>) -> Self {
         let window = Window::new(in_flight(&*shared.backend), shared.backend.drives());
         let space = Arc::new(AtomicBool::new(false));
         let waker = {
-            let (space, sender) = (space.clone(), sender.clone());
+            let (space, inbox) = (space.clone(), inbox.clone());
             move || {
                 if !space.swap(true, Ordering::AcqRel) {
-                    let _ = sender.send(Message::Space);
+                    // Not posted: it may be called with locks of the store held.
+                    inbox.leave(Message::Space);
                 }
             }
         };
         shared.backend.on_space(Arc::new(waker));
         Self {
             shared,
-            sender,
+            inbox,
             copies,
             batches: HashMap::new(),
             loads: HashMap::new(),
@@ -109,48 +109,45 @@ impl Reactor {
     }
 
     /// Runs until the connector closes.
-    pub fn run(mut self, inbox: &Receiver<Message>) {
-        loop {
-            match catch_unwind(AssertUnwindSafe(|| self.turn(inbox))) {
-                Ok(true) => {}
-                Ok(false) => break,
-                Err(_) => {
-                    let text =
-                        "internal error in the reactor: all operations in progress are answered as failed";
-                    self.shared.log.say(Level::ERROR, text.into());
-                    self.abandon();
-                }
-            }
+    pub fn run(self) {
+        let inbox = self.inbox.clone();
+        let mut reactor = inbox.serve(self);
+        // What was submitted before is to be answered, too.
+        while let Some(message) = inbox.wait(Instant::now()) {
+            reactor.guarded(|reactor| reactor.react(message));
         }
-        self.abandon();
-        self.await_drives(inbox);
+        reactor.abandon();
+        reactor.guarded(Self::await_drives);
+        drop(reactor);
+        inbox.end();
     }
 
-    /// Reacts to what there is, or waits for it. False once the connector closes.
-    fn turn(&mut self, inbox: &Receiver<Message>) -> bool {
-        let first = match self.wake_at() {
-            Some(at) => inbox.recv_deadline(at),
-            None => inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
-        };
-        if matches!(first, Err(RecvTimeoutError::Disconnected)) {
-            return false;
+    /// Does some work; should that panic, everything in progress is answered.
+    fn guarded(&mut self, work: impl FnOnce(&mut Self)) {
+        if catch_unwind(AssertUnwindSafe(|| work(self))).is_err() {
+            let text = "internal error in the reactor: all operations in progress are answered as failed";
+            self.shared.log.say(Level::ERROR, text.into());
+            self.abandon();
         }
-        for message in first.into_iter().chain(inbox.try_iter().take(MESSAGES_PER_TURN)) {
-            if matches!(message, Message::Close) {
-                return false;
-            }
-            self.react(message);
-        }
+    }
+
+    fn work(&mut self, messages: &mut dyn Iterator<Item = Message>) {
+        messages.for_each(|message| self.react(message));
         let now = Instant::now();
-        self.expire(now);
-        if self.ticking() && now >= self.next_tick {
-            self.tick(now);
+        loop {
+            self.expire(now);
+            if self.ticking() && now >= self.next_tick {
+                self.tick(now);
+            }
+            self.pump();
+            // The first look at the drives after a quiet time is due at once: no wish for it then.
+            if self.wake_at().is_none_or(|at| at > now) {
+                break;
+            }
         }
-        self.pump();
         for (gauge, keys) in self.shared.live_keys.iter().zip([self.loads.len(), self.stores.len()]) {
             gauge.store(keys as u64, Ordering::Relaxed);
         }
-        true
     }
 
     fn react(&mut self, message: Message) {
@@ -171,7 +168,6 @@ impl Reactor {
                 self.space.store(false, Ordering::Release);
                 self.retry_parked();
             }
-            Message::Close => {}
         }
     }
 
@@ -319,13 +315,13 @@ impl Reactor {
 
     /// Waits for drives that read straight into buffers, as the connector closes. What they still have in the end is
     /// never given back: the exports of those buffers are leaked.
-    fn await_drives(&mut self, inbox: &Receiver<Message>) {
+    fn await_drives(&mut self) {
         let deadline = Instant::now() + STRAIGHT_PATIENCE;
         while self.loads.values().any(|load| load.ending.is_some()) {
-            match inbox.recv_deadline(deadline) {
-                Ok(Message::Scattered { piece, outcome }) => self.scattered(piece, outcome),
-                Ok(_) => {}
-                Err(_) => {
+            match self.inbox.wait(deadline) {
+                Some(Message::Scattered { piece, outcome }) => self.scattered(piece, outcome),
+                Some(_) => {}
+                None => {
                     let held = self.loads.len();
                     let text = format!("closing while a drive has not let go of {held} buffers of L1");
                     self.shared.log.say(Level::ERROR, text);
@@ -414,9 +410,9 @@ impl Reactor {
     fn take_exists(&mut self, question: Question) {
         let id = question.id;
         self.add_batch(id, self.question_batch(Operation::Exists, &question));
-        let sender = self.sender.clone();
+        let inbox = self.inbox.clone();
         let done = move |places| {
-            let _ = sender.send(Message::Found { id, places });
+            inbox.post(Message::Found { id, places });
         };
         self.shared.backend.lookup(&question.keys, Box::new(done));
     }
@@ -441,9 +437,9 @@ impl Reactor {
             if let Some(&ticket) = self.storing.get(key.digest()) {
                 self.settle(ticket, Outcome::Deleted, || "deleted meanwhile".into());
             }
-            let sender = self.sender.clone();
+            let inbox = self.inbox.clone();
             let done = move |result| {
-                let _ = sender.send(Message::Removed { id, index, result });
+                inbox.post(Message::Removed { id, index, result });
             };
             self.shared.backend.remove(key, Box::new(done));
         }
@@ -477,6 +473,15 @@ impl Reactor {
             bytes: 0,
             error: String::new(),
         }
+    }
+}
+
+impl Work for Reactor {
+    type Message = Message;
+
+    fn turn(&mut self, messages: &mut dyn Iterator<Item = Message>) -> Option<Instant> {
+        self.guarded(|reactor| reactor.work(messages));
+        self.wake_at()
     }
 }
 

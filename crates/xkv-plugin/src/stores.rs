@@ -68,9 +68,9 @@ impl Reactor {
             return true;
         };
         self.asked[1] += 1;
-        let sender = self.sender.clone();
+        let inbox = self.inbox.clone();
         let done = move |begun| {
-            let _ = sender.send(Message::Begun { ticket, begun });
+            inbox.post(Message::Begun { ticket, begun });
         };
         self.shared.backend.begin(&store.key, store.buffer.len() as u64, Box::new(done));
         true
@@ -145,11 +145,11 @@ impl Reactor {
             return true;
         }
         let (memory, passing) = place.lend_watched(piece.run, Coverage::Both);
-        let sender = self.sender.clone();
+        let inbox = self.inbox.clone();
         let done = move |result: io::Result<()>| {
             let seen = || passing.sums().ok_or_else(|| io::Error::other("its bytes were not seen"));
             let result = result.and_then(|()| seen());
-            let _ = sender.send(Message::Written { piece, straight: true, result: result.map(Some) });
+            inbox.post(Message::Written { piece, straight: true, result: result.map(Some) });
         };
         txn.write_straight(piece.run, memory, Box::new(done));
         true
@@ -164,20 +164,20 @@ impl Reactor {
         let store = self.stores.get_mut(&piece.ticket).expect("found above");
         match outcome {
             Gathering::Done(slot, sums) => {
-                let sender = self.sender.clone();
+                let inbox = self.inbox.clone();
                 let done = move |slot, result: io::Result<()>| {
                     drop(slot);
                     let result = result.map(|()| None);
-                    let _ = sender.send(Message::Written { piece, straight: false, result });
+                    inbox.post(Message::Written { piece, straight: false, result });
                 };
                 let txn = store.txn.as_mut().expect("a store in progress has its transaction");
                 txn.write(piece.run.first, slot, sums, Box::new(done));
             }
             Gathering::Summed(sums) => {
-                let sender = self.sender.clone();
+                let inbox = self.inbox.clone();
                 let done = move |result: io::Result<()>| {
                     let result = result.map(|()| None);
-                    let _ = sender.send(Message::Written { piece, straight: true, result });
+                    inbox.post(Message::Written { piece, straight: true, result });
                 };
                 let txn = store.txn.as_mut().expect("a store in progress has its transaction");
                 txn.summed(piece.run, sums);
@@ -218,9 +218,9 @@ impl Reactor {
         if store.left.done(piece.drive, piece.run.count)
             && let Some(txn) = store.txn.take()
         {
-            let sender = self.sender.clone();
+            let inbox = self.inbox.clone();
             let done = move |result| {
-                let _ = sender.send(Message::Committed { ticket, result });
+                inbox.post(Message::Committed { ticket, result });
             };
             txn.commit(Box::new(done));
         }

@@ -186,7 +186,6 @@ pub enum Message {
     },
     /// Asking to begin again may help.
     Space,
-    Close,
 }
 
 /// An operation in progress.
