@@ -29,7 +29,8 @@ pub use crate::task::Owner;
 /// Lookups of at most so many keys are answered in submit, where the store knows without waiting.
 pub const INSTANT_LOOKUP_KEYS: usize = 1024;
 
-/// Operations of at most so many keys are begun in submit; others by the reactor's thread, since submit must not take long.
+/// Loads and stores of at most so many keys are begun in submit, if nothing is in their way; others by the reactor's thread, since
+/// submit must not take long.
 const INSTANT_KEYS: usize = 2;
 
 /// Longest time that [`Connector::close`] takes: for what touches buffers, for the store, for the last words.
@@ -160,7 +161,8 @@ impl Shared {
     }
 }
 
-/// The second tier's end in LMCache's process. Usable from any thread; submit calls take short locks only.
+/// The second tier's end in LMCache's process. Usable from any thread; submit calls take short locks, and begin
+/// what is small.
 pub struct Connector {
     shared: Arc<Shared>,
     inbox: Arc<Inbox<Reactor>>,
@@ -378,15 +380,15 @@ impl Connector {
         }
         let id = self.submitted(Operation::Delete, keys.len());
         let keys = self.object_keys(&keys);
-        let count = keys.len();
-        self.send(Message::Delete(Question { id, submitted: Instant::now(), keys }), count, INSTANT_KEYS);
+        // Not here: it may have to wait for a copy out of a buffer.
+        self.inbox.leave(Message::Delete(Question { id, submitted: Instant::now(), keys }));
         id
     }
 
-    /// Brings the reactor an operation of so many keys; of up to `instant` it does the reactor's work.
+    /// Brings the reactor an operation of so many keys; with up to `instant`, some of the reactor's work may be done here.
     fn send(&self, message: Message, keys: usize, instant: usize) {
         if keys <= instant {
-            self.inbox.post(message);
+            self.inbox.offer(message);
         } else {
             self.inbox.leave(message);
         }

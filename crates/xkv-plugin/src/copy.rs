@@ -114,7 +114,7 @@ impl Place {
     }
 }
 
-/// Checksums of a run's fragments, computed as its bytes pass.
+/// Checksums of a run's fragments, computed as its bytes pass, under the buffer's guard.
 pub struct Passing(Arc<Mutex<Passed>>);
 
 struct Passed {
@@ -125,17 +125,19 @@ struct Passed {
     sums: Vec<FragmentSums>,
     /// The fragment that is passing, and how much of it is still to come.
     current: Option<(Summer, usize)>,
+    /// Whether the buffer was closed.
+    closed: bool,
 }
 
 impl Passing {
-    /// For a run, and who has to see its bytes.
+    /// For a run, and who has to be told of its bytes.
     pub(crate) fn of(run: Run, place: Place, coverage: Coverage) -> (Self, Watch) {
-        let passed = Passed { place, run, coverage, sums: Vec::new(), current: None };
+        let passed = Passed { place, run, coverage, sums: Vec::new(), current: None, closed: false };
         let shared = Arc::new(Mutex::new(passed));
         (Self(shared.clone()), Box::new(move |bytes| shared.lock().take(bytes)))
     }
 
-    /// The sums of all fragments. None when some of their bytes were not shown.
+    /// The sums of all fragments. None when not all of their bytes have passed, or the buffer was closed meanwhile.
     pub(crate) fn sums(&self) -> Option<Vec<FragmentSums>> {
         let mut passed = self.0.lock();
         (passed.sums.len() == passed.run.count as usize).then(|| std::mem::take(&mut passed.sums))
@@ -143,18 +145,24 @@ impl Passing {
 }
 
 impl Passed {
-    fn take(&mut self, mut bytes: &[u8]) {
-        while !bytes.is_empty() {
+    /// Sums the next bytes where they are.
+    fn take(&mut self, mut bytes: usize) {
+        while bytes > 0 {
             let index = self.run.first + self.sums.len() as u32 * self.run.step;
-            let fresh = || (self.place.summer(index, self.coverage), self.place.of(index).1);
+            let (offset, len) = self.place.of(index);
+            let fresh = || (self.place.summer(index, self.coverage), len);
             let (mut summer, left) = self.current.take().unwrap_or_else(fresh);
-            let (now, rest) = bytes.split_at(left.min(bytes.len()));
-            summer.update(now);
-            match left - now.len() {
+            let now = left.min(bytes);
+            if self.closed || !self.place.buffer.sum(offset + len - left, now, &mut summer) {
+                // Nobody may look at the buffer any more, and nobody will ask.
+                self.closed = true;
+                return;
+            }
+            match left - now {
                 0 => self.sums.push(summer.finish()),
                 left => self.current = Some((summer, left)),
             }
-            bytes = rest;
+            bytes -= now;
         }
     }
 }
@@ -335,16 +343,21 @@ mod tests {
                 let start = index as usize * fragment_bytes;
                 &memory[start..(start + fragment_bytes).min(len)]
             };
-            let bytes = run.fragments().map(fragment).collect::<Vec<_>>().concat();
+            let bytes: usize = run.fragments().map(|index| fragment(index).len()).sum();
             let (passing, mut watch) = Passing::of(run, place.clone(), Coverage::Both);
-            for piece in bytes.chunks(step) {
+            for start in (0..bytes).step_by(step) {
                 assert_eq!(passing.sums(), None, "not all of it has passed");
-                watch(piece);
+                watch(step.min(bytes - start));
             }
             let want: Vec<_> =
                 run.fragments().map(|i| fragment_sums(&place.digest, i, fragment(i))).collect();
             assert_eq!(passing.sums(), Some(want));
         }
+        let (passing, mut watch) = Passing::of(Run::one(0), place.clone(), Coverage::Both);
+        watch(4096);
+        assert!(place.buffer.close());
+        watch(4096);
+        assert_eq!(passing.sums(), None, "nothing looks at a closed buffer");
     }
 
     #[test]

@@ -111,7 +111,8 @@ impl Backend for Embedded {
     }
 
     fn remove(&self, key: &ObjectKey, done: Done<Result<bool>>) {
-        match &*self.store.read() {
+        // Not asked under the lock: `done` may be called at once.
+        match self.ask(Store::clone) {
             Some(store) => store.remove(key, done),
             None => done(Err(Error::new(ErrorKind::ReadOnly, "the store is closed"))),
         }

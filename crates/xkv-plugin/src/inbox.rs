@@ -1,7 +1,7 @@
 //! Where messages come in. Whoever brings one does the work that it makes, if nobody is at it at that moment: a message
 //! costs no wake-up, and no wait for a thread to be scheduled.
 //!
-//! A thread of the worker's own remains ([`Inbox::serve`]). It works when time is what there is to react to, and takes
+//! A thread of the worker's own remains ([`Inbox::serve`]). It works when time is what there is to react to, and it alone takes
 //! what was left ([`Inbox::leave`]) by those who cannot stay.
 //!
 //! No message is lost. Whoever works looks into the queue once more after it has let go of the worker; a bringer that
@@ -15,7 +15,10 @@ use std::time::Instant;
 use parking_lot::{Condvar, Mutex};
 
 /// Messages that a turn takes at most; a bringer hands over to the worker's thread after so many.
-const MOST: usize = 256;
+const MOST: usize = 64;
+
+/// The same of those who have little time.
+const FEW: usize = 8;
 
 /// Who reacts to messages.
 pub trait Work: Send {
@@ -37,8 +40,15 @@ pub struct Inbox<W: Work> {
     bell: Condvar,
 }
 
+/// Messages, each with its place in the order of all.
+type Line<M> = VecDeque<(u64, M)>;
+
 struct Queue<M> {
-    messages: VecDeque<M>,
+    messages: Line<M>,
+    /// For the worker's thread.
+    left: Line<M>,
+    /// Messages so far.
+    count: u64,
     /// Until when the worker's thread may sleep: the earliest wish of all turns since it last woke up for one. A wish
     /// that was withdrawn wakes it once in vain; in return, turns under load need not wake it.
     alarm: Option<Instant>,
@@ -48,20 +58,45 @@ struct Queue<M> {
     ended: bool,
 }
 
+impl<M> Queue<M> {
+    fn is_empty(&self) -> bool {
+        self.messages.is_empty() && self.left.is_empty()
+    }
+
+    /// Where the oldest message is.
+    fn any(&mut self) -> &mut Line<M> {
+        let first = |line: &Line<M>| line.front().map_or(u64::MAX, |(number, _)| *number);
+        if first(&self.left) < first(&self.messages) { &mut self.left } else { &mut self.messages }
+    }
+}
+
 impl<W: Work> Inbox<W> {
     pub fn new() -> Self {
-        let queue = Queue { messages: VecDeque::new(), alarm: None, closed: false, ended: false };
+        let (messages, left) = Default::default();
+        let queue = Queue { messages, left, count: 0, alarm: None, closed: false, ended: false };
         Self { worker: Mutex::new(None), queue: Mutex::new(queue), bell: Condvar::new() }
     }
 
     /// Brings a message, and works if nobody does. The caller holds no lock that the work may want.
     pub fn post(&self, message: W::Message) {
-        self.push(message);
+        self.push(message, |queue| &mut queue.messages);
+        self.work(MOST);
+    }
+
+    /// As [`Inbox::post`], of somebody who has little time, and behind everything that was left.
+    pub fn offer(&self, message: W::Message) {
+        self.push(message, |queue| if queue.left.is_empty() { &mut queue.messages } else { &mut queue.left });
+        self.work(FEW);
+    }
+
+    /// Works on up to `most` messages, if nobody does.
+    fn work(&self, most: usize) {
         let mut taken = 0;
         loop {
             // Who has it has that look before it, see above.
             let Some(mut worker) = self.worker.try_lock() else { return };
-            let turn = worker.as_mut().map(|worker| self.turn(worker));
+            let turn =
+                worker.as_mut().map(|worker| self.turn(worker, most - taken, |queue| &mut queue.messages));
             drop(worker);
             if let Some((count, wish)) = turn {
                 taken += count;
@@ -70,7 +105,7 @@ impl<W: Work> Inbox<W> {
                 }
             }
             // Without a worker, its thread is about to look, or waits for what still comes.
-            if turn.is_none() || taken >= MOST {
+            if turn.is_none() || taken >= most {
                 self.bell.notify_one();
                 return;
             }
@@ -79,7 +114,7 @@ impl<W: Work> Inbox<W> {
 
     /// Leaves a message to the worker's thread.
     pub fn leave(&self, message: W::Message) {
-        self.push(message);
+        self.push(message, |queue| &mut queue.left);
         self.bell.notify_one();
     }
 
@@ -87,7 +122,7 @@ impl<W: Work> Inbox<W> {
     pub fn serve(&self, worker: W) -> W {
         *self.worker.lock() = Some(worker);
         while self.sleep() {
-            let wish = self.worker.lock().as_mut().and_then(|worker| self.turn(worker).1);
+            let wish = self.worker.lock().as_mut().and_then(|worker| self.turn(worker, MOST, Queue::any).1);
             self.look(wish);
         }
         self.worker.lock().take().expect("nobody else takes it out")
@@ -102,8 +137,8 @@ impl<W: Work> Inbox<W> {
     /// The next message of a closed inbox, waited for until `deadline`.
     pub fn wait(&self, deadline: Instant) -> Option<W::Message> {
         let mut queue = self.queue.lock();
-        while queue.messages.is_empty() && !self.bell.wait_until(&mut queue, deadline).timed_out() {}
-        queue.messages.pop_front()
+        while queue.is_empty() && !self.bell.wait_until(&mut queue, deadline).timed_out() {}
+        queue.any().pop_front().map(|(_, message)| message)
     }
 
     /// Drops what there is and what still comes.
@@ -111,19 +146,21 @@ impl<W: Work> Inbox<W> {
         let left = {
             let mut queue = self.queue.lock();
             queue.ended = true;
-            std::mem::take(&mut queue.messages)
+            (std::mem::take(&mut queue.messages), std::mem::take(&mut queue.left))
         };
         drop(left);
     }
 
-    fn push(&self, message: W::Message) {
+    fn push(&self, message: W::Message, place: impl FnOnce(&mut Queue<W::Message>) -> &mut Line<W::Message>) {
         let mut queue = self.queue.lock();
         if queue.ended {
             // Only now may it drop what it holds.
             drop(queue);
             return drop(message);
         }
-        queue.messages.push_back(message);
+        queue.count += 1;
+        let number = queue.count;
+        place(&mut queue).push_back((number, message));
     }
 
     /// Until there is a message, or it is time for a wish. False once closed.
@@ -133,7 +170,7 @@ impl<W: Work> Inbox<W> {
             if queue.closed {
                 return false;
             }
-            if !queue.messages.is_empty() {
+            if !queue.is_empty() {
                 return true;
             }
             match queue.alarm {
@@ -159,16 +196,22 @@ impl<W: Work> Inbox<W> {
         !queue.messages.is_empty() && !queue.closed
     }
 
-    /// Number of messages taken, and the worker's wish.
-    fn turn(&self, worker: &mut W) -> (usize, Option<Instant>) {
+    /// Number of messages taken, `most` of those in `place`, and the worker's wish.
+    fn turn(
+        &self,
+        worker: &mut W,
+        most: usize,
+        place: impl Fn(&mut Queue<W::Message>) -> &mut Line<W::Message>,
+    ) -> (usize, Option<Instant>) {
         let mut count = 0;
         let next = || {
             let mut queue = self.queue.lock();
-            let message = if queue.closed { None } else { queue.messages.pop_front() };
+            let message = if queue.closed { None } else { place(&mut queue).pop_front() };
+            let message = message.map(|(_, message)| message);
             count += usize::from(message.is_some());
             message
         };
-        let wish = worker.turn(&mut std::iter::from_fn(next).take(MOST));
+        let wish = worker.turn(&mut std::iter::from_fn(next).take(most));
         (count, wish)
     }
 }
@@ -298,7 +341,7 @@ mod tests {
                         if count % 1000 == 0 {
                             inbox.leave(Note::From(poster, count));
                         } else {
-                            inbox.post(Note::From(poster, count));
+                            inbox.offer(Note::From(poster, count));
                         }
                     }
                 });
@@ -326,6 +369,25 @@ mod tests {
         inbox.post(Note::From(0, 1));
         let here = thread::current().id();
         assert_eq!(inbox.worker.lock().as_ref().unwrap().on, [here]);
+    }
+
+    #[test]
+    fn what_was_left_is_for_the_thread_and_nothing_offered_overtakes_it() {
+        let (inbox, clerk) = hire(1);
+        let seen = clerk.seen.clone();
+        *inbox.worker.lock() = Some(clerk);
+        inbox.leave(Note::From(0, 1));
+        inbox.offer(Note::From(0, 2));
+        inbox.post(Note::Again(0));
+        assert_eq!(seen.load(Ordering::SeqCst), 1, "what was posted alone");
+        let clerk = inbox.worker.lock().take().unwrap();
+        let serving = thread::spawn({
+            let inbox = inbox.clone();
+            move || inbox.serve(clerk)
+        });
+        until(|| seen.load(Ordering::SeqCst) == 3);
+        inbox.close();
+        assert_eq!(serving.join().unwrap().latest, [2]);
     }
 
     #[test]

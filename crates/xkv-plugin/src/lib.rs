@@ -1,8 +1,8 @@
 //! Connector logic: tasks, deadlines, scheduling, copy and checksum, statistics; knows no Python.
 //!
 //! [`Connector`] is the face. Behind it the reactor owns every operation and talks to a [`Backend`]; it works on the
-//! thread that brings it a message, or on its own (`inbox.rs`). A few threads copy between slots and LMCache's buffers. Bytes always move drive <-> slot <-> buffer, and the step
-//! to and from a buffer is guarded (`guard.rs`), so that giving up on an operation is always safe.
+//! thread that brings it a message, or on its own (`inbox.rs`). Bytes move between drive and LMCache's buffers, straight or
+//! through slots, from and to which a few threads copy. Buffers are guarded (`guard.rs`): giving up on an operation is safe.
 #![deny(unsafe_code)]
 
 pub mod backend;

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use crossbeam_channel::Sender;
-use xkv_store::{FragmentSums, ObjectKey, SlotBuf};
+use xkv_store::{Coverage, FragmentSums, ObjectKey, SlotBuf};
 
 use crate::backend::{Reading, drive_set, is_unreachable};
 use crate::copy::{CopyJob, Place, do_job};
@@ -132,12 +132,18 @@ impl Reactor {
         };
         let place = self.place(&load.buffer, &load.key);
         let coverage = self.shared.config.verify.coverage();
-        let (memory, passing) = place.lend_watched(piece.run, coverage);
+        let (memory, passing) = match coverage {
+            Coverage::None => (place.lend(piece.run), None),
+            _ => {
+                let (memory, passing) = place.lend_watched(piece.run, coverage);
+                (memory, Some(passing))
+            }
+        };
         let (inbox, copies) = (self.inbox.clone(), self.copies.clone());
         let here = reading.has_time(piece.run.first);
         let done = move |result: io::Result<Vec<FragmentSums>>| match result {
             Ok(sums) => {
-                let found = passing.sums();
+                let found = passing.and_then(|passing| passing.sums());
                 hand_on(CopyJob::Check { piece, place, sums, coverage, found }, here, &inbox, &copies);
             }
             Err(error) => {

@@ -7,7 +7,7 @@ use xkv_store::{Coverage, ErrorKind, FragmentSums, ObjectKey, Result, SlotBuf};
 
 use crate::backend::{Begun, Transaction, UNREACHABLE, drive_set, is_unreachable};
 use crate::connector::{BACKLOG, key_fits};
-use crate::copy::CopyJob;
+use crate::copy::{CopyJob, Place};
 use crate::reactor::{Reactor, show};
 use crate::stats::Outcome;
 use crate::task::{Batch, Class, Gathering, Message, Operation, Outstanding, Piece, StoreKey, Submission};
@@ -129,26 +129,24 @@ impl Reactor {
     /// Has a run written from where it is, if that can be; false otherwise, and nothing happened. It is summed by the thread
     /// that writes it, where that has time, by a copy thread before it otherwise.
     pub(crate) fn write_straight(&mut self, piece: Piece) -> bool {
-        let Some(store) = self.stores.get(&piece.ticket) else {
+        let healthy = self.slow & drive_set(piece.drive as usize) == 0;
+        let fragment_bytes = self.shared.backend.fragment_bytes();
+        let Some(store) = self.stores.get_mut(&piece.ticket).filter(|store| store.straight && healthy) else {
             return false;
         };
-        let healthy = self.slow & drive_set(piece.drive as usize) == 0;
-        let goes = |txn: &dyn Transaction| txn.goes_straight(piece.run.first);
-        if !store.straight || !healthy || !store.txn.as_deref().is_some_and(goes) {
+        let Some(txn) = store.txn.as_mut().filter(|txn| txn.goes_straight(piece.run.first)) else {
             return false;
-        }
-        let (place, deadline) = (self.place(&store.buffer, &store.key), store.deadline);
-        let store = self.stores.get_mut(&piece.ticket).expect("found above");
-        let txn = store.txn.as_mut().expect("found above");
+        };
+        let place = Place { buffer: store.buffer.clone(), fragment_bytes, digest: *store.key.digest() };
         if !txn.has_time(piece.run.first) {
-            let _ = self.copies.send(CopyJob::Sum { piece, place, deadline });
+            let _ = self.copies.send(CopyJob::Sum { piece, place, deadline: store.deadline });
             return true;
         }
         let (memory, passing) = place.lend_watched(piece.run, Coverage::Both);
         let inbox = self.inbox.clone();
         let done = move |result: io::Result<()>| {
-            let seen = || passing.sums().ok_or_else(|| io::Error::other("its bytes were not seen"));
-            let result = result.and_then(|()| seen());
+            let summed = || passing.sums().ok_or_else(|| io::Error::other("its buffer was closed"));
+            let result = result.and_then(|()| summed());
             inbox.post(Message::Written { piece, straight: true, result: result.map(Some) });
         };
         txn.write_straight(piece.run, memory, Box::new(done));

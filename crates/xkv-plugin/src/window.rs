@@ -75,10 +75,7 @@ impl Window {
 
     /// The next of a class.
     fn pop(&mut self, class: Class) -> Option<Piece> {
-        let most = match class {
-            Class::Load => self.slots,
-            Class::Store => (self.slots / 8).max(1),
-        };
+        let share = (self.slots / 8).max(1);
         let drives = self.lanes[class as usize].queues.len();
         for _ in 0..drives {
             let busy = |lane: &Lane| lane.busy.iter().sum::<usize>();
@@ -86,10 +83,11 @@ impl Window {
             let drive = lane.turn;
             let fits = |piece: &Piece| {
                 let count = piece.run.count as usize;
-                // One on every drive at least: what another drive does not give back must not stop it.
-                let may = lane.busy[drive] == 0
-                    || fits(lane.busy[drive], count, drive_cap(most, self.drives))
-                        && fits(busy(lane), count, most);
+                // One store on every drive at least: what another drive does not give back must not stop it.
+                let may = class == Class::Load
+                    || lane.busy[drive] == 0
+                    || fits(lane.busy[drive], count, drive_cap(share, self.drives))
+                        && fits(busy(lane), count, share);
                 may && fits(self.busy(drive), count, drive_cap(self.slots, self.drives))
             };
             let fits = lane.queues[drive].front().is_some_and(fits);
@@ -107,9 +105,10 @@ impl Window {
         self.lanes[piece.class as usize].busy[piece.drive as usize] -= piece.run.count as usize;
     }
 
-    /// Puts a fragment that [`Window::next`] gave back to the front: there was no slot.
+    /// Puts a fragment that [`Window::next`] gave back to the front: there was no slot. The next one is its class's.
     pub fn put_back(&mut self, piece: Piece) {
         self.landed(&piece);
+        self.store_had_last = piece.class == Class::Load;
         self.lanes[piece.class as usize].queues[piece.drive as usize].push_front(piece);
     }
 
@@ -248,6 +247,35 @@ mod tests {
         assert!(window.next().is_none());
         window.landed(&alone);
         assert!(window.next().is_some());
+    }
+
+    #[test]
+    fn stores_are_not_starved_where_slots_are_what_is_short() {
+        for drives in 1..=4u16 {
+            let mut window = Window::new(64, drives as usize);
+            let (mut under_way, mut free, mut stored) = (VecDeque::new(), 64, 0);
+            for landing in 0..4000 {
+                for (class, drive) in
+                    [Class::Load, Class::Store].into_iter().flat_map(|c| (0..drives).map(move |d| (c, d)))
+                {
+                    window.push(Piece { class, ticket: 1, run: Run::one(landing), drive });
+                }
+                // As the reactor does, with slots that loads alone would fill.
+                while let Some(piece) = window.next() {
+                    if free == 0 {
+                        window.put_back(piece);
+                        break;
+                    }
+                    free -= 1;
+                    under_way.push_back(piece);
+                }
+                let landed: Piece = under_way.pop_front().unwrap();
+                window.landed(&landed);
+                free += 1;
+                stored += usize::from(landed.class == Class::Store);
+            }
+            assert!(stored > 4000 / 16, "{drives} drives: {stored} of 4000");
+        }
     }
 
     #[test]

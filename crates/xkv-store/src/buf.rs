@@ -116,8 +116,8 @@ pub unsafe trait Lender: Send + Sync + 'static {
     fn shape(&self) -> Shape;
 }
 
-/// Sees the bytes of a transfer piece by piece, from its start on.
-pub type Watch = Box<dyn FnMut(&[u8]) + Send>;
+/// Told how many more bytes of a transfer, from its start on, were read or are about to be written.
+pub type Watch = Box<dyn FnMut(usize) + Send>;
 
 /// Memory that is lent for one transfer.
 pub struct Lent {
@@ -136,8 +136,8 @@ impl Lent {
         Self { shape: lender.shape(), lender, watch: None, start: None }
     }
 
-    /// Has `watch` see what was read, or is about to be written, while the CPU's caches have it: in pieces of whole blocks.
-    /// Engines whose threads have time do so ([`crate::io::IoEngine::has_time`]), the others do not.
+    /// Has `watch` told of every piece, of whole blocks, while the CPU's caches have it. Engines whose threads have time do so
+    /// ([`crate::io::IoEngine::has_time`]), the others do not.
     pub fn watched(mut self, watch: Watch) -> Self {
         self.watch = Some(watch);
         self

@@ -4,7 +4,7 @@
 //! A group takes two turns: its fragments are flushed, then its records are written and flushed. One flush does the second
 //! for a group and the first for the next one, so that under load there is one for each group.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -177,7 +177,8 @@ impl Committer {
     }
 
     pub(crate) fn run(mut self) {
-        let limit = self.inner.group_limit;
+        // Half, since removals that a turn finds out about come on top.
+        let limit = self.inner.group_limit / 2;
         while let Some(group) = self.inner.commits.next(limit, self.flushed.is_empty()) {
             if self.inner.read_only() && self.tried.elapsed() >= TICK {
                 self.restart_log();
@@ -207,20 +208,23 @@ impl Committer {
         }
         let flushed = std::mem::take(&mut self.flushed);
         let stores = group.iter().any(|op| matches!(op, Op::Commit { .. }));
-        let records = self.records(&flushed, stores);
+        let records = self.records(&flushed, group.is_empty());
         let logged = if records.is_empty() { Ok(()) } else { self.append(&records) };
         if let Err(error) = logged {
             return self.log_fails(&error, flushed.into_iter().chain(group));
         }
-        let failures = if stores || !records.is_empty() { self.inner.flush() } else { Vec::new() };
+        // Without stores it is for the records alone, and other drives need not be waited for.
+        let failures = match (stores, records.is_empty()) {
+            (true, _) => self.inner.flush(&self.inner.drives),
+            (false, false) => self.inner.flush(&self.inner.drives[..1]),
+            (false, true) => Vec::new(),
+        };
         let why = failures.first().map(|(_, error)| error.to_string());
         if let Some((_, error)) = failures.into_iter().find(|(drive, _)| *drive == 0 && !records.is_empty()) {
             return self.log_fails(&error, flushed.into_iter().chain(group));
         }
         self.inner.counters.groups.fetch_add(u64::from(!records.is_empty()), Ordering::Relaxed);
-        for op in flushed {
-            self.apply(op);
-        }
+        let mut next: Vec<Op> = flushed.into_iter().filter_map(|op| self.apply(op)).collect();
         let (lost, kept): (Vec<Op>, Vec<Op>) = group.into_iter().partition(|op| match op {
             Op::Commit { txn, .. } => txn.generation != self.inner.flush_failures.load(Ordering::SeqCst),
             Op::Remove { .. } | Op::Barrier { .. } => false,
@@ -232,25 +236,38 @@ impl Committer {
             };
             op.fail(Error::new(ErrorKind::Io, text));
         }
-        self.flushed = kept;
+        next.extend(kept);
+        self.flushed = next;
     }
 
-    /// The records of a group, and of uses; of uses alone unless `stores` are about to be flushed.
-    fn records(&self, group: &[Op], stores: bool) -> Vec<u8> {
+    /// The records of a group, and of uses; of uses alone when there is nothing else to do.
+    fn records(&self, group: &[Op], idle: bool) -> Vec<u8> {
         let mut records = Vec::new();
+        let mut stored = HashSet::new();
         for op in group {
             match op {
-                Op::Commit { entry, .. } => record::put_commit(&mut records, &entry.manifest()),
+                Op::Commit { entry, .. } => {
+                    stored.insert(*entry.key.digest());
+                    record::put_commit(&mut records, &entry.manifest());
+                }
+                // A removal may be queued late, behind a newer object of its key: that one's record has done its work.
+                Op::Remove { digest, entry, .. }
+                    if stored.contains(digest) || self.replaced(digest, entry) => {}
                 Op::Remove { digest, .. } => record::put_remove(&mut records, digest),
                 Op::Barrier { .. } => {}
             }
         }
-        // Without records of their own, stores are not made to depend on the log yet.
-        if !records.is_empty() || !stores {
+        if !records.is_empty() || idle {
             let limit = self.inner.group_limit.saturating_sub(records.len());
             self.inner.put_touched(&mut records, limit);
         }
         records
+    }
+
+    /// Whether there is a newer object in place of the one that is being removed (none: a transaction).
+    fn replaced(&self, digest: &Digest, removed: &Option<Arc<Entry>>) -> bool {
+        let newer = |there: &Arc<Entry>| !removed.as_ref().is_some_and(|entry| Arc::ptr_eq(there, entry));
+        self.inner.index.with_digest(digest, newer).unwrap_or(false)
     }
 
     /// Turns the store read-only, and answers `ops` so.
@@ -263,7 +280,8 @@ impl Committer {
         }
     }
 
-    fn apply(&self, op: Op) {
+    /// Makes a group's operation visible. What is to be logged next of it, before everything that was queued since.
+    fn apply(&self, op: Op) -> Option<Op> {
         match op {
             Op::Commit { txn, entry, done } => {
                 if self.inner.index.publish(&txn.token, &entry) {
@@ -271,23 +289,24 @@ impl Committer {
                     drop((txn, entry));
                     self.inner.signals.changed();
                     done(Ok(()));
+                    None
                 } else {
                     // Removed while its record was being written. The log must hear of it before the slots are free.
                     let digest = *entry.key.digest();
-                    self.inner.commits.push(Op::Remove {
-                        digest,
-                        entry: Some(entry),
-                        done: Box::new(|_| ()),
-                    });
                     drop(txn);
                     done(Err(removed()));
+                    Some(Op::Remove { digest, entry: Some(entry), done: Box::new(|_| ()) })
                 }
             }
             Op::Remove { entry, done, .. } => {
                 drop(entry);
                 done(Ok(()));
+                None
             }
-            Op::Barrier { done } => done(Ok(())),
+            Op::Barrier { done } => {
+                done(Ok(()));
+                None
+            }
         }
     }
 
@@ -302,7 +321,7 @@ impl Committer {
     /// Writes all live manifests to the other area.
     pub(crate) fn snapshot(&mut self) -> io::Result<()> {
         let index = &self.inner.index;
-        self.log.snapshot(|put| {
+        let written = self.log.snapshot(|put| {
             let (mut records, mut count) = (Vec::new(), 0);
             index.for_each_shard(|entries| {
                 records.clear();
@@ -315,11 +334,14 @@ impl Committer {
             records.clear();
             record::put_snapshot_end(&mut records, count);
             put(&records)
-        })?;
+        });
+        // A flush that failed may have lost what others wrote, and is told once.
+        written.inspect_err(|_| self.inner.flush_failed(0))?;
         self.limbo.clear();
         let first = &self.inner.drives[0];
         let header = self.log.next_header();
         if let Err(error) = set::write(&*first.device, &header) {
+            self.inner.flush_failed(0);
             // The header's epoch is only a lower bound; the areas themselves say which is newer.
             tracing::warn!(drive = first.device.name(), %error, "cannot write the superblock");
         }

@@ -90,28 +90,37 @@ impl Inner {
         (self.live_limit / 10 * 9).min(self.live_limit.saturating_sub(wanted))
     }
 
-    /// Flushes every drive that was written to. Its errors, each with the number of its drive.
-    pub(crate) fn flush(&self) -> Vec<(usize, io::Error)> {
-        let dirty = self.drives.iter().enumerate();
-        let dirty: Vec<(usize, &Drive)> =
-            dirty.filter(|(_, drive)| drive.dirty.swap(false, Ordering::SeqCst)).collect();
-        let flush = |&(number, drive): &(usize, &Drive)| {
-            let error = drive.device.flush().err()?;
-            drive.dirty.store(true, Ordering::SeqCst);
-            self.flush_failures.fetch_add(1, Ordering::SeqCst);
-            tracing::error!(drive = drive.device.name(), %error, "flush failed; stores since the last one are refused");
-            Some((number, error))
+    /// Flushes those of the first drives, `drives`, that were written to. Its errors, each with the number of its drive.
+    pub(crate) fn flush(&self, drives: &[Drive]) -> Vec<(usize, io::Error)> {
+        let dirty: Vec<(usize, &Drive)> = drives
+            .iter()
+            .enumerate()
+            .filter(|(_, drive)| drive.dirty.swap(false, Ordering::SeqCst))
+            .collect();
+        let outcomes: Vec<io::Result<()>> = match &dirty[..] {
+            [(_, one)] => vec![one.device.flush()],
+            many => std::thread::scope(|scope| {
+                let running: Vec<_> =
+                    many.iter().map(|(_, drive)| scope.spawn(|| drive.device.flush())).collect();
+                let ended = running.into_iter().map(|flush| flush.join());
+                ended.map(|end| end.unwrap_or_else(|_| Err(io::Error::other("the flush panicked")))).collect()
+            }),
         };
-        if let [one] = &dirty[..] {
-            return flush(one).into_iter().collect();
+        let mut failures = Vec::new();
+        for ((number, drive), outcome) in dirty.into_iter().zip(outcomes) {
+            if let Err(error) = outcome {
+                self.flush_failed(number);
+                tracing::error!(drive = drive.device.name(), %error, "flush failed; stores since the last one are refused");
+                failures.push((number, error));
+            }
         }
-        std::thread::scope(|scope| {
-            let running: Vec<_> = dirty.iter().map(|drive| (drive.0, scope.spawn(|| flush(drive)))).collect();
-            let ended = running.into_iter().map(|(number, flush)| {
-                flush.join().unwrap_or_else(|_| Some((number, io::Error::other("the flush panicked"))))
-            });
-            ended.flatten().collect()
-        })
+        failures
+    }
+
+    /// Whatever was written to a drive since its last flush may be lost.
+    pub(crate) fn flush_failed(&self, drive: usize) {
+        self.drives[drive].dirty.store(true, Ordering::SeqCst);
+        self.flush_failures.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Appends records of uses that the log has not heard of, up to `limit` bytes.

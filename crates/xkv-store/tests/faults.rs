@@ -327,3 +327,63 @@ fn a_drive_named_twice_is_refused_before_anything_is_opened() {
     }
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
+
+/// The key is removed while its first object is being committed, and stored again before the log has heard of that.
+#[test]
+fn a_store_after_a_removal_survives_a_restart() {
+    let memory = MemoryDevice::new(16 * MIB);
+    let stall = StallDevice::new(memory.clone());
+    let store = open_on(&[stall.clone()], &config());
+    stall.stall(Calls::FLUSHES);
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| put(&store, &key("a"), &contents(1, 9000)));
+        assert!(stall.await_waiting(1, Duration::from_secs(10)));
+        let (sender, removed) = std::sync::mpsc::channel();
+        store.remove(&key("a"), Box::new(move |outcome| _ = sender.send(outcome.is_ok())));
+        let second = scope.spawn(|| put(&store, &key("a"), &contents(2, 9000)));
+        await_until("both wait for the log", || store.stats().commits_queued == 2);
+        stall.resume();
+        assert!(matches!(first.join().unwrap(), Put::Failed(_)) && removed.recv().unwrap());
+        assert!(matches!(second.join().unwrap(), Put::Stored));
+    });
+    assert_eq!(get(&store, &key("a")), Get::Data(contents(2, 9000)));
+    store.close(Duration::from_secs(5));
+    drop(store);
+    let store = open_on(&[memory.clone()], &config());
+    assert_eq!(get(&store, &key("a")), Get::Data(contents(2, 9000)));
+}
+
+/// A drive tells of lost writes once, whoever flushes it: here for the superblock, when the log goes to its other area.
+#[test]
+fn a_flush_that_fails_for_the_superblock_counts() {
+    let fill = |objects: usize| {
+        let memory = MemoryDevice::new(16 * MIB);
+        let faulty = FaultyDevice::new(memory.clone());
+        let stall = StallDevice::new(faulty.clone());
+        let store = open_on(&[stall.clone()], &config());
+        let before = header(&*memory).sequence;
+        let mut count = 0;
+        while count < objects && header(&*memory).sequence == before {
+            assert!(matches!(put(&store, &key(format!("{count}")), b"x"), Put::Stored));
+            count += 1;
+        }
+        (count, store, stall, faulty)
+    };
+    let (full, ..) = fill(usize::MAX);
+    let (_, store, stall, faulty) = fill(full - 1);
+    stall.stall(Calls::FLUSHES);
+    let puts = std::thread::scope(|scope| {
+        let a = scope.spawn(|| put(&store, &key("a"), b"a"));
+        assert!(stall.await_waiting(1, Duration::from_secs(10)));
+        let b = scope.spawn(|| put(&store, &key("b"), b"b"));
+        await_until("b waits for the log", || store.stats().commits_queued == 1);
+        // The first is a's, the second that of the snapshot.
+        faulty.inject(Fault { after: 2, times: 1, ..Fault::every(Calls::FLUSHES, Effect::Errno(libc::EIO)) });
+        stall.resume();
+        [a.join().unwrap(), b.join().unwrap()]
+    });
+    assert!(
+        matches!(puts, [Put::Stored, Put::Failed(_)]),
+        "b was written before a flush that failed: {puts:?}"
+    );
+}

@@ -69,7 +69,7 @@ impl Memory {
         }
     }
 
-    /// Who sees the bytes as they pass.
+    /// Who is told of the bytes as they pass.
     pub fn take_watch(&mut self) -> Option<Watch> {
         match self {
             Memory::Slot(..) | Memory::Slots(..) => None,

@@ -58,7 +58,7 @@ fn serve(desk: &Desk, device: &dyn Device) {
             } else {
                 usize::MAX
             };
-            let mut show = |piece: &[u8]| watch.iter_mut().for_each(|watch| watch(piece));
+            let mut tell = |bytes| watch.iter_mut().for_each(|watch| watch(bytes));
             let mut done = 0;
             while done < request.len {
                 let (op, offset) = (request.op, request.offset + done as u64);
@@ -66,9 +66,9 @@ fn serve(desk: &Desk, device: &dyn Device) {
                 let len = piece.len().min(most);
                 let piece = &mut piece[..len];
                 match op {
-                    Op::Read => device.read_at(piece, offset).map(|()| show(piece)),
+                    Op::Read => device.read_at(piece, offset).map(|()| tell(len)),
                     Op::Write => {
-                        show(piece);
+                        tell(len);
                         device.write_at(piece, offset)
                     }
                 }?;
