@@ -187,10 +187,7 @@ impl Reactor {
                 Room::Slots(mut slots) => slots.drain(..).for_each(|slot| self.gather(piece, slot)),
                 Room::Apart => self.window.split(piece),
                 Room::Answered => self.window.landed(&piece),
-                Room::Full => {
-                    self.window.put_back(piece);
-                    break;
-                }
+                Room::Full => self.window.put_back(piece),
             }
         }
         let ahead = in_flight(&*self.shared.backend).min(self.shared.backend.slots() / 4).clamp(16, 1024);

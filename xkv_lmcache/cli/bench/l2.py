@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -143,9 +144,9 @@ def measure(case: Case, workers: list[Worker], rounds: int, total: int) -> list[
             worker.do("open", **order)
         for round_ in range(rounds + 1):
             figures: dict[str, Figures] = {}
-            # Each round somebody else is first: what a turn leaves behind in the drive is not always the same one's.
-            first = round_ % len(workers)
-            for worker in workers[first:] + workers[:first]:
+            # In another order each round, the same in every run: what a turn leaves behind in the drive is to be felt by
+            # everybody.
+            for worker in random.Random(round_).sample(workers, len(workers)):
                 figures[worker.name] = turn(worker, case, count, 2 * round_)
             read, write = (
                 target.fio(Path(place), way, total, FRAGMENT_BYTES, DEPTH) for way in ("read", "write")
