@@ -135,8 +135,8 @@ pub trait Transaction: Send {
     }
     /// Takes the checksums of a run that is written straight, of each fragment; before the commit.
     fn summed(&mut self, _run: Run, _sums: Vec<FragmentSums>) {}
-    /// As [`Reading::has_time`].
-    fn has_time(&self, _index: u32) -> bool {
+    /// Whether watches of the memory of fragment `index` are called when it is written straight ([`Lent::watched`]).
+    fn watches(&self, _index: u32) -> bool {
         false
     }
     /// Makes the object visible and durable. Every fragment must have been written.
@@ -171,11 +171,6 @@ pub trait Reading: Send {
     fn read_straight(&self, _run: Run, memory: Lent, done: StraightDone) {
         drop(memory);
         done(Err(io::ErrorKind::Unsupported.into()));
-    }
-    /// Whether threads that move fragment `index` have time for its bytes: completions may use them, and watches of lent
-    /// memory are called.
-    fn has_time(&self, _index: u32) -> bool {
-        false
     }
     /// Removes the object as damaged.
     fn discard(&self);

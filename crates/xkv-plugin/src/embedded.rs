@@ -191,8 +191,8 @@ impl Transaction for Writing {
         }
     }
 
-    fn has_time(&self, index: u32) -> bool {
-        self.txn.has_time(index)
+    fn watches(&self, index: u32) -> bool {
+        self.txn.watches(index)
     }
 
     fn commit(self: Box<Self>, done: Done<Result<()>>) {
@@ -239,10 +239,6 @@ impl Reading for Leased {
     fn read_straight(&self, run: Run, memory: Lent, done: StraightDone) {
         let sums = run.fragments().map(|index| self.lease.sums(index)).collect();
         self.lease.read_straight(run, memory, Box::new(move |read| done(read.map(|()| sums))));
-    }
-
-    fn has_time(&self, index: u32) -> bool {
-        self.lease.has_time(index)
     }
 
     fn discard(&self) {

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use crossbeam_channel::Sender;
+use xkv_store::io::engine::has_time;
 use xkv_store::{Coverage, FragmentSums, ObjectKey, SlotBuf};
 
 use crate::backend::{Reading, drive_set, is_unreachable};
@@ -98,18 +99,17 @@ impl Reactor {
         load.reading = Some(reading);
     }
 
-    /// Reads a run into `slots`; it goes on to a copy thread, or is copied where the engine has time.
+    /// Reads a run into `slots`; it goes on to a copy thread, or is copied where the thread that brings it has time.
     pub(crate) fn read(&mut self, piece: Piece, slots: Vec<SlotBuf>) {
         let load = &self.loads[&piece.ticket];
         let reading = load.reading.as_ref().expect("only opened objects have fragments in the window");
         let place = self.place(&load.buffer, &load.key);
         let coverage = self.shared.config.verify.coverage();
         let (inbox, copies) = (self.inbox.clone(), self.copies.clone());
-        let here = reading.has_time(piece.run.first);
         let done = move |slots, result: io::Result<Vec<FragmentSums>>| match result {
             Ok(sums) => {
                 let job = CopyJob::Scatter { piece, place, slots, sums, coverage };
-                hand_on(job, here, &inbox, &copies);
+                hand_on(job, &inbox, &copies);
             }
             Err(error) => {
                 drop(slots);
@@ -140,11 +140,10 @@ impl Reactor {
             }
         };
         let (inbox, copies) = (self.inbox.clone(), self.copies.clone());
-        let here = reading.has_time(piece.run.first);
         let done = move |result: io::Result<Vec<FragmentSums>>| match result {
             Ok(sums) => {
                 let found = passing.and_then(|passing| passing.sums());
-                hand_on(CopyJob::Check { piece, place, sums, coverage, found }, here, &inbox, &copies);
+                hand_on(CopyJob::Check { piece, place, sums, coverage, found }, &inbox, &copies);
             }
             Err(error) => {
                 let outcome = match error.raw_os_error() {
@@ -263,8 +262,8 @@ impl Reactor {
 }
 
 /// Has a job done: here, where the thread has time, by a copy thread otherwise.
-fn hand_on(job: CopyJob, here: bool, inbox: &Inbox<Reactor>, copies: &Sender<CopyJob>) {
-    let job = if here { Some(job) } else { copies.send(job).err().map(|refused| refused.0) };
+fn hand_on(job: CopyJob, inbox: &Inbox<Reactor>, copies: &Sender<CopyJob>) {
+    let job = if has_time() { Some(job) } else { copies.send(job).err().map(|refused| refused.0) };
     // Refused only when the copy threads have ended with the connector; the reactor may still wait for the buffer.
     if let Some(job) = job {
         inbox.post(do_job(job));

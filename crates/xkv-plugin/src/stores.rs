@@ -127,7 +127,7 @@ impl Reactor {
     }
 
     /// Has a run written from where it is, if that can be; false otherwise, and nothing happened. It is summed by the thread
-    /// that writes it, where that has time, by a copy thread before it otherwise.
+    /// that writes it, where that watches, by a copy thread before it otherwise.
     pub(crate) fn write_straight(&mut self, piece: Piece) -> bool {
         let healthy = self.slow & drive_set(piece.drive as usize) == 0;
         let fragment_bytes = self.shared.backend.fragment_bytes();
@@ -138,7 +138,7 @@ impl Reactor {
             return false;
         };
         let place = Place { buffer: store.buffer.clone(), fragment_bytes, digest: *store.key.digest() };
-        if !txn.has_time(piece.run.first) {
+        if !txn.watches(piece.run.first) {
             let _ = self.copies.send(CopyJob::Sum { piece, place, deadline: store.deadline });
             return true;
         }

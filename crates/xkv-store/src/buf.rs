@@ -136,8 +136,8 @@ impl Lent {
         Self { shape: lender.shape(), lender, watch: None, start: None }
     }
 
-    /// Has `watch` told of every piece, of whole blocks, while the CPU's caches have it. Engines whose threads have time do so
-    /// ([`crate::io::IoEngine::has_time`]), the others do not.
+    /// Has `watch` told of every piece, of whole blocks, while the CPU's caches have it. Some engines do so
+    /// ([`crate::io::IoEngine::watches`]), the others do not.
     pub fn watched(mut self, watch: Watch) -> Self {
         self.watch = Some(watch);
         self

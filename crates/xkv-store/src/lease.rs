@@ -100,11 +100,6 @@ impl Lease {
         self.store.goes_straight(self.entry.slots.numbers()[index as usize], self.fragment_len(index))
     }
 
-    /// Whether threads that read fragment `index` have time for its bytes, see [`crate::io::IoEngine::has_time`].
-    pub fn has_time(&self, index: u32) -> bool {
-        self.store.drives[self.drive(index)].engine.has_time()
-    }
-
     /// The object in runs: fragments to be read in one go where they go straight, the others one by one.
     pub fn runs(&self) -> Vec<Run> {
         self.store.runs(self.entry.slots.numbers(), self.entry.size)

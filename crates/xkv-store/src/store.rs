@@ -152,7 +152,20 @@ impl Store {
 
     /// Identity of the store, as hexadecimal digits.
     pub fn id(&self) -> String {
-        self.0.inner.id.iter().map(|byte| format!("{byte:02x}")).collect()
+        share::hex(&self.0.inner.id)
+    }
+
+    /// Descriptors of all drives that read and cannot write, for a [`crate::DriveReader`] of another process on this machine. None:
+    /// some drive cannot be shared, or is read through the page cache.
+    ///
+    /// # Errors
+    /// The system refuses.
+    pub fn share(&self) -> std::io::Result<Option<Vec<OwnedFd>>> {
+        let drives = &self.0.inner.drives;
+        if !drives.iter().all(|drive| drive.device.goes_straight()) {
+            return Ok(None);
+        }
+        drives.iter().map(|drive| drive.device.share()).collect()
     }
 
     /// Signs of life: I/O operations completed so far, and for how long the group of commits being written has been.

@@ -125,9 +125,9 @@ impl Txn {
         self.0.store.goes_straight(self.0.numbers[index as usize], self.fragment_len(index))
     }
 
-    /// Whether threads that write fragment `index` have time for its bytes, see [`crate::io::IoEngine::has_time`].
-    pub fn has_time(&self, index: u32) -> bool {
-        self.0.store.drives[self.drive(index)].engine.has_time()
+    /// Whether watches of memory that fragment `index` is written from are called ([`crate::Lent::watched`]).
+    pub fn watches(&self, index: u32) -> bool {
+        self.0.store.drives[self.drive(index)].engine.watches()
     }
 
     /// The object in runs: fragments to be written in one go where they go straight, the others one by one.

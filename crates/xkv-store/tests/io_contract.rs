@@ -20,7 +20,7 @@ use xkv_store::io::device::testing::{
     Calls, Effect, Fault, FaultyDevice, MemoryDevice, StallDevice, ThrottledDevice,
 };
 use xkv_store::io::device::{self, OpenOptions};
-use xkv_store::io::engine::{self, EngineLoad, IoEngine, IoRequest, LentRequest, SlotsRequest};
+use xkv_store::io::engine::{self, EngineLoad, IoEngine, IoRequest, LentRequest, SlotsRequest, has_time};
 use xkv_store::io::{BLOCK, Device, DirectIo, EngineKind, Op};
 use xkv_store::{Lender, Lent, Shape, SlotBuf, SlotPool};
 
@@ -301,6 +301,20 @@ fn pieces_go_where_they_belong(rig: &Rig) {
     }
 }
 
+/// Who gets a lone completion may use its thread; nobody else's thread is said to have time.
+fn a_lone_completion_has_time(rig: &Rig) {
+    let (tx, rx) = unbounded();
+    let done = Box::new(move |slot, outcome: io::Result<()>| {
+        drop(slot);
+        tx.send((has_time(), outcome)).unwrap();
+    });
+    rig.engine.submit(IoRequest { op: Op::Read, offset: 0, len: BLOCK, buf: rig.slot(), done });
+    let (has_time_there, outcome) = rx.recv_timeout(PATIENCE).expect("an answer is missing");
+    outcome.unwrap();
+    assert!(has_time_there);
+    assert!(!has_time());
+}
+
 /// Several slots of one request go to one place of the drive and back, each to its own.
 fn slots_go_where_they_belong(rig: &Rig) {
     let offset = 5 * BLOCK as u64;
@@ -479,6 +493,12 @@ macro_rules! contract {
             fn slots_go_where_they_belong() {
                 let Some(rig) = rig(3) else { return };
                 super::slots_go_where_they_belong(&rig);
+            }
+
+            #[test]
+            fn a_lone_completion_has_time() {
+                let Some(rig) = rig(1) else { return };
+                super::a_lone_completion_has_time(&rig);
             }
 
             #[test]

@@ -2,12 +2,12 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use rustix::fs::{FallocateFlags, OFlags};
+use rustix::fs::{FallocateFlags, Mode, OFlags, SeekFrom};
 
 use super::{Device, DirectIo};
 use crate::buf::SlotPool;
@@ -46,6 +46,22 @@ impl FileDevice {
             created,
             direct: AtomicBool::new(false),
         }
+    }
+
+    /// Takes a descriptor that [`Device::share`] of another process made, to read through it. `name` is for messages.
+    ///
+    /// # Errors
+    /// `Io` for what is no file or drive.
+    pub fn shared(fd: OwnedFd, name: &str) -> Result<Self> {
+        let failed = |e: rustix::io::Errno| Error::io(format!("{name}: cannot be read here"), e.into());
+        let flags = rustix::fs::fcntl_getfl(&fd).map_err(failed)?;
+        let kind = rustix::fs::FileType::from_raw_mode(rustix::fs::fstat(&fd).map_err(failed)?.st_mode);
+        // Works for both; nobody uses the position.
+        let size = rustix::fs::seek(&fd, SeekFrom::End(0)).map_err(failed)?;
+        let device =
+            Self::new(File::from(fd), Path::new(name), size - size % BLOCK as u64, kind.is_block_device(), false);
+        device.direct.store(flags.contains(OFlags::DIRECT), Ordering::Relaxed);
+        Ok(device)
     }
 
     /// The path that was opened: the device, or the store file inside its folder.
@@ -239,6 +255,14 @@ impl Device for FileDevice {
 
     fn fd(&self) -> Option<RawFd> {
         Some(self.file.as_raw_fd())
+    }
+
+    fn share(&self) -> io::Result<Option<OwnedFd>> {
+        // Opened anew: the lock stays with ours alone, and so do the flags and the right to write.
+        let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        let mut flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        flags.set(OFlags::DIRECT, self.is_direct());
+        Ok(Some(rustix::fs::open(path, flags, Mode::empty())?))
     }
 
     fn is_direct(&self) -> bool {

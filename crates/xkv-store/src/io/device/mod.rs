@@ -6,7 +6,7 @@ pub mod signature;
 pub mod testing;
 
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{OwnedFd, RawFd};
 
 pub use file::FileDevice;
 pub use open::{Inspection, OpenOptions, Target, inspect, open, open_to_examine};
@@ -39,6 +39,10 @@ pub trait Device: Send + Sync + 'static {
     /// Descriptor for engines that talk to the kernel themselves; none makes them call the methods above.
     fn fd(&self) -> Option<RawFd> {
         None
+    }
+    /// A descriptor of its own that reads and cannot write, for another process on this machine. None: there is no such.
+    fn share(&self) -> io::Result<Option<OwnedFd>> {
+        Ok(None)
     }
     /// Whether the page cache is bypassed.
     fn is_direct(&self) -> bool {

@@ -225,6 +225,12 @@ impl Desk {
         }
     }
 
+    /// Whether requests wait for the device.
+    pub fn has_waiting(&self) -> bool {
+        let state = self.state.lock();
+        state.queue.reads() + state.queue.writes() > 0
+    }
+
     /// What is queued and in flight.
     pub fn load(&self) -> EngineLoad {
         let state = self.state.lock();

@@ -6,6 +6,7 @@ mod queue;
 #[allow(unsafe_code)]
 mod uring;
 
+use std::cell::Cell;
 use std::io;
 use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
@@ -90,6 +91,15 @@ pub(crate) fn taken_back() -> io::Error {
     io::Error::new(io::ErrorKind::Interrupted, "its memory was taken back")
 }
 
+thread_local! {
+    static HAS_TIME: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether the calling thread, inside of a completion, has time for the bytes that came: no other request waits for it.
+pub fn has_time() -> bool {
+    HAS_TIME.get()
+}
+
 /// What an engine has to do at the moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EngineLoad {
@@ -111,9 +121,8 @@ pub trait IoEngine: Send + Sync + 'static {
     fn submit_slots(&self, request: SlotsRequest);
     /// As [`IoEngine::submit`], for memory of somebody else.
     fn submit_lent(&self, request: LentRequest);
-    /// Whether its threads have time for the bytes they move, as the other requests go on meanwhile: completions may use them,
-    /// and watches of lent memory are called ([`crate::Lent::watched`]).
-    fn has_time(&self) -> bool;
+    /// Whether watches of lent memory are called ([`crate::Lent::watched`]).
+    fn watches(&self) -> bool;
     /// What is queued and in flight.
     fn load(&self) -> EngineLoad;
     /// Short name for messages: `io_uring` or `pool`.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::desk::{Desk, panic_text};
-use super::{EngineLoad, IoEngine, IoRequest, LentRequest, Op, SlotsRequest, taken_back};
+use super::{EngineLoad, HAS_TIME, IoEngine, IoRequest, LentRequest, Op, SlotsRequest, taken_back};
 use crate::error::{Error, Result};
 use crate::io::Device;
 
@@ -46,6 +46,8 @@ impl Pool {
 }
 
 fn serve(desk: &Desk, device: &dyn Device) {
+    // The others go on with what waits.
+    HAS_TIME.set(true);
     while let Some(job) = desk.take() {
         let mut request = job.request;
         let moved = catch_unwind(AssertUnwindSafe(|| {
@@ -97,7 +99,7 @@ impl IoEngine for Pool {
         self.desk.submit(request);
     }
 
-    fn has_time(&self) -> bool {
+    fn watches(&self) -> bool {
         true
     }
 
