@@ -78,6 +78,7 @@ class Gateway:
         shm_dir: str | PathLike[str],
         socket_mode: int,
         socket_group: int | None,
+        share_drives: bool,
         max_sessions: int,
         max_slots: int,
         heartbeat_s: float,

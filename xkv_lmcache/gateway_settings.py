@@ -130,6 +130,9 @@ class GatewaySettings(BaseModel):
         "auto", "whether I/O goes round the page cache; auto tries it"
     )
     depth: Annotated[int, *_count(4096)] = _setting(32, "requests in flight per drive")
+    share_drives: Annotated[bool, *_kind("boolean", grammar.boolean)] = _setting(
+        True, "clients read what they lease from the drives themselves, which they cannot write to"
+    )
     max_sessions: Annotated[int, *_count(128)] = _setting(64, "sessions at once")
     max_slots: Annotated[int, *_count(65536)] = _setting(
         65536, "slots of one session; each takes fragment_bytes of memory"
@@ -184,6 +187,8 @@ class Setting:
         match self.default:
             case None:
                 return "unset"
+            case bool(value):
+                return "1" if value else "0"
             case list(value):
                 return ",".join(value)
             case float(value):

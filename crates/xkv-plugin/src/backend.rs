@@ -167,7 +167,8 @@ pub trait Reading: Send {
     fn goes_straight(&self, _index: u32) -> bool {
         false
     }
-    /// Reads a run into memory of its length, where [`Reading::goes_straight`].
+    /// Reads a run into memory of its length, where [`Reading::goes_straight`]. The error `Unsupported`: it may be read into slots
+    /// all the same.
     fn read_straight(&self, _run: Run, memory: Lent, done: StraightDone) {
         drop(memory);
         done(Err(io::ErrorKind::Unsupported.into()));

@@ -8,6 +8,7 @@
 mod keeper;
 mod link;
 mod question;
+mod straight;
 
 use std::collections::VecDeque;
 use std::io;

@@ -146,9 +146,11 @@ impl Reactor {
                 hand_on(CopyJob::Check { piece, place, sums, coverage, found }, &inbox, &copies);
             }
             Err(error) => {
-                let outcome = match error.raw_os_error() {
-                    Some(libc::EFAULT | libc::EINVAL) => Scattering::NotStraight(error),
-                    _ => Scattering::Failed(error),
+                let refused = matches!(error.raw_os_error(), Some(libc::EFAULT | libc::EINVAL));
+                let outcome = if refused || error.kind() == io::ErrorKind::Unsupported {
+                    Scattering::NotStraight(error)
+                } else {
+                    Scattering::Failed(error)
                 };
                 inbox.post(Message::Scattered { piece, outcome });
             }

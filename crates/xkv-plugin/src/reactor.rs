@@ -38,8 +38,8 @@ fn in_flight(backend: &dyn Backend) -> usize {
 enum Room {
     /// A slot for each fragment.
     Slots(Vec<SlotBuf>),
-    /// Its fragments have to go one by one.
-    Apart,
+    /// It is too long: so many fragments at once.
+    Apart(u32),
     /// Too few slots are free.
     Full,
     /// Its object was answered meanwhile.
@@ -185,7 +185,7 @@ impl Reactor {
             match self.room(piece) {
                 Room::Slots(slots) if piece.class == Class::Load => self.read(piece, slots),
                 Room::Slots(mut slots) => slots.drain(..).for_each(|slot| self.gather(piece, slot)),
-                Room::Apart => self.window.split(piece),
+                Room::Apart(most) => self.window.split(piece, most),
                 Room::Answered => self.window.landed(&piece),
                 Room::Full => self.window.put_back(piece),
             }
@@ -204,12 +204,14 @@ impl Reactor {
         let slots: Vec<SlotBuf> = match piece.class {
             Class::Load => match loading() {
                 None => return Room::Answered,
-                Some(reading) if count > reading.slots_at_once() => return Room::Apart,
+                Some(reading) if count > reading.slots_at_once() => {
+                    return Room::Apart(reading.slots_at_once());
+                }
                 Some(reading) => (0..count).map_while(|_| reading.take_slot()).collect(),
             },
             Class::Store => match storing() {
                 None => return Room::Answered,
-                Some(_) if count > 1 => return Room::Apart,
+                Some(_) if count > 1 => return Room::Apart(1),
                 Some(txn) => txn.take_slot().into_iter().collect(),
             },
         };

@@ -95,9 +95,15 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// Its fragments, one by one.
-    pub fn split(self) -> impl DoubleEndedIterator<Item = Piece> {
-        self.run.fragments().map(move |index| Piece { run: Run::one(index), ..self })
+    /// Its fragments by `most`, at least 1.
+    pub fn split(self, most: u32) -> impl DoubleEndedIterator<Item = Piece> {
+        let Run { first, count, step } = self.run;
+        (0..count.div_ceil(most)).map(move |part| {
+            let done = part * most;
+            let count = most.min(count - done);
+            let step = if count > 1 { step } else { 1 };
+            Piece { run: Run { first: first + done * self.run.step, count, step }, ..self }
+        })
     }
 }
 

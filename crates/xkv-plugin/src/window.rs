@@ -127,11 +127,11 @@ impl Window {
         lane.turn = piece.drive as usize;
     }
 
-    /// Puts the fragments of a run that [`Window::next`] gave back to the front, one by one.
-    pub fn split(&mut self, piece: Piece) {
+    /// Puts the fragments of a run that [`Window::next`] gave back to the front, by `most`.
+    pub fn split(&mut self, piece: Piece, most: u32) {
         self.landed(&piece);
-        for alone in piece.split().rev() {
-            self.lanes[piece.class as usize].queues[piece.drive as usize].push_front(alone);
+        for part in piece.split(most).rev() {
+            self.lanes[piece.class as usize].queues[piece.drive as usize].push_front(part);
         }
     }
 

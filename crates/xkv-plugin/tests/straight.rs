@@ -3,71 +3,16 @@
 
 mod common;
 
-use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{Client, FRAGMENT, MIB, Memory, Via, config, contents};
-use parking_lot::Mutex;
+use common::{Client, FRAGMENT, MIB, Memory, Via, Witness, config, contents};
 use xkv_plugin::Config;
 use xkv_store::RUN_BYTES;
 use xkv_store::io::Device;
 use xkv_store::io::device::testing::{Calls, Effect, Fault, FaultyDevice, MemoryDevice, StallDevice};
 
 const SOON: Duration = Duration::from_secs(20);
-
-/// A drive that remembers where its bytes were wanted.
-struct Witness {
-    inner: Arc<dyn Device>,
-    reads: Mutex<Vec<usize>>,
-    writes: Mutex<Vec<usize>>,
-}
-
-impl Witness {
-    fn new(inner: Arc<dyn Device>) -> Arc<Self> {
-        Arc::new(Self { inner, reads: Mutex::default(), writes: Mutex::default() })
-    }
-
-    /// Reads since the last call: those into `memory`, and the others.
-    fn reads(&self, memory: &Memory) -> (usize, usize) {
-        let (inside, outside): (Vec<usize>, Vec<usize>) =
-            std::mem::take(&mut *self.reads.lock()).iter().partition(|at| memory.addresses().contains(at));
-        (inside.len(), outside.len())
-    }
-
-    /// Writes from `memory` since the last call.
-    fn writes_from(&self, memory: &Memory) -> usize {
-        std::mem::take(&mut *self.writes.lock()).iter().filter(|at| memory.addresses().contains(at)).count()
-    }
-}
-
-impl Device for Witness {
-    fn name(&self) -> &str {
-        "witness"
-    }
-
-    fn size(&self) -> u64 {
-        self.inner.size()
-    }
-
-    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
-        self.reads.lock().push(buf.as_ptr().addr());
-        self.inner.read_at(buf, offset)
-    }
-
-    fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
-        self.writes.lock().push(buf.as_ptr().addr());
-        self.inner.write_at(buf, offset)
-    }
-
-    fn flush(&self) -> io::Result<()> {
-        self.inner.flush()
-    }
-
-    fn goes_straight(&self) -> bool {
-        self.inner.goes_straight()
-    }
-}
 
 fn client(drive: Arc<dyn Device>, config: Config) -> Client {
     Client::on(Via::Embedded, &[drive], 16, config)
@@ -127,7 +72,7 @@ fn stripes_go_straight_in_one_go_per_drive() {
     }
     for seed in 1..=3 {
         let memory = Memory::aligned(len);
-        drives.iter().for_each(|drive| drive.reads.lock().clear());
+        drives.iter().for_each(|drive| _ = drive.reads(&Memory::blank(1)));
         let id = client.get(&[&seed.to_string()], &[memory]);
         assert_eq!(client.results(id), [true]);
         assert_eq!(memory.bytes(), contents(seed, len));

@@ -37,7 +37,7 @@ impl Gateway {
     #[new]
     #[pyo3(signature = (
         *, store, store_gb, fragment_bytes, io_engine, direct_io, depth, listen, token, shm_dir, socket_mode,
-        socket_group, max_sessions, max_slots, heartbeat_s, client_silence_s,
+        socket_group, share_drives, max_sessions, max_slots, heartbeat_s, client_silence_s,
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
@@ -53,6 +53,7 @@ impl Gateway {
         shm_dir: PathBuf,
         socket_mode: u32,
         socket_group: Option<u32>,
+        share_drives: bool,
         max_sessions: usize,
         max_slots: u32,
         heartbeat_s: f64,
@@ -75,6 +76,7 @@ impl Gateway {
             token,
             shm_dir,
             socket: Access { mode: socket_mode, group: socket_group },
+            share_drives,
             max_sessions,
             max_slots,
             heartbeat: seconds("heartbeat_s", heartbeat_s)?,

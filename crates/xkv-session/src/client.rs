@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
 use std::io;
 use std::net::{Shutdown, TcpStream, ToSocketAddrs};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,6 +16,7 @@ use xkv_store::{FragmentSums, SlotBuf, SlotPool};
 
 use crate::control::{
     self, Bye, ClearRequest, Frames, Heartbeat, Hello, Message, RefusalCode, StatusRequest, VERSION, Welcome,
+    has_left,
 };
 use crate::entry::{MAX_RUN, NO_SLOT, Operation, Reply, Request, Status};
 use crate::memory::{Geometry, MAX_SLOT_BYTES, MAX_SLOTS, RingMemory, SharedQueue};
@@ -146,6 +148,7 @@ struct Inner {
     busy_since: AtomicU64,
     on_space: Mutex<Option<Hook>>,
     on_end: Mutex<Option<LastWords>>,
+    drives: Mutex<Vec<OwnedFd>>,
 }
 
 /// An open session. Cheap to clone; the last clone ends it.
@@ -173,6 +176,7 @@ impl Session {
             token: config.token.clone(),
             slots: config.slots,
             fragment_bytes: config.fragment_bytes,
+            straight: true,
         });
         let at = format!("gateway {}:{}", config.host, config.port);
         let mut frames = Frames::default();
@@ -192,9 +196,9 @@ impl Session {
         check(&welcome, config).map_err(|what| SessionError::new(format!("{at}: {what}")))?;
         let geometry = Geometry::new(welcome.slots, welcome.fragment_bytes);
         let memory = pass::fetch(&config.shm_dir, &welcome.socket, welcome.ticket, config.silence)
-            .and_then(|fd| RingMemory::attach(fd, geometry, welcome.generation));
-        let memory = match memory {
-            Ok(memory) => memory,
+            .and_then(|(fd, drives)| Ok((RingMemory::attach(fd, geometry, welcome.generation)?, drives)));
+        let (memory, drives) = match memory {
+            Ok(fetched) => fetched,
             Err(error) => {
                 _ = control::send(&mut control, &Message::Bye(Bye { reason: error.to_string() }));
                 return Err(SessionError::new(format!("{at}: {error}")));
@@ -219,6 +223,7 @@ impl Session {
             busy_since: AtomicU64::new(0),
             on_space: Mutex::default(),
             on_end: Mutex::default(),
+            drives: Mutex::new(drives),
             welcome,
             memory,
         });
@@ -238,6 +243,20 @@ impl Session {
     /// The session's slots.
     pub fn pool(&self) -> &SlotPool {
         &self.0.0.pool
+    }
+
+    /// Descriptors of the gateway's drives, in their order, once; none where it does not share them, or some were kept back.
+    pub fn take_drives(&self) -> Vec<OwnedFd> {
+        let drives = std::mem::take(&mut *self.0.0.drives.lock());
+        let all = self.welcome().straight && drives.len() == self.welcome().drives as usize;
+        if all { drives } else { Vec::new() }
+    }
+
+    /// Whether every lease of the session that was not closed still counts: the gateway lives, and has not ended it. What was read straight
+    /// before this is what was leased.
+    pub fn holds_leases(&self) -> bool {
+        let inner = &self.0.0;
+        self.is_open() && !inner.memory.is_over() && !has_left(&inner.control)
     }
 
     /// False once the session has ended.

@@ -2,7 +2,9 @@
 //! 64-bit numbers travel as hexadecimal strings, since many JSON readers keep 53 bits.
 
 use std::io::{self, Read, Write};
+use std::net::TcpStream;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 
 /// Version of the protocol that this code speaks.
@@ -51,6 +53,9 @@ pub struct Hello {
     /// Fragment size the client insists on, bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fragment_bytes: Option<u32>,
+    /// Takes the drives' descriptors as well, to read leased slots without the gateway.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub straight: bool,
 }
 
 /// A gateway accepts.
@@ -78,6 +83,9 @@ pub struct Welcome {
     pub heartbeat_ms: u32,
     /// One line about the store, for the client's log.
     pub description: String,
+    /// The drives' descriptors are handed out as well, and the slots of `Open` say where fragments are.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub straight: bool,
 }
 
 /// Why there is no session.
@@ -155,6 +163,11 @@ pub struct Bye {
     pub reason: String,
 }
 
+#[allow(clippy::trivially_copy_pass_by_ref)]
+fn is_false(value: &bool) -> bool {
+    !value
+}
+
 mod hex64 {
     use serde::{Deserialize, Deserializer, Serializer};
 
@@ -181,6 +194,12 @@ pub fn send(to: &mut impl Write, message: &Message) -> io::Result<()> {
     let mut frame = (body.len() as u32).to_le_bytes().to_vec();
     frame.extend(body);
     to.write_all(&frame)
+}
+
+/// Whether the other side has closed the connection, or is no more.
+pub fn has_left(stream: &TcpStream) -> bool {
+    let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
+    poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
 }
 
 /// Takes frames out of a stream of bytes that arrives in any pieces, also over time-outs.
@@ -249,6 +268,7 @@ mod tests {
             token: None,
             slots: 1024,
             fragment_bytes: Some(131_072),
+            straight: false,
         });
         assert_eq!(
             encoded(&hello),
@@ -265,10 +285,11 @@ mod tests {
             ticket: 16,
             heartbeat_ms: 500,
             description: "d".into(),
+            straight: true,
         });
         assert_eq!(
             encoded(&welcome),
-            r#"{"type":"welcome","version":1,"store":"00ff","generation":"0xffffffffffffffff","fragment_bytes":131072,"slots":512,"drives":2,"socket":"xkv-1.sock","ticket":"0x10","heartbeat_ms":500,"description":"d"}"#
+            r#"{"type":"welcome","version":1,"store":"00ff","generation":"0xffffffffffffffff","fragment_bytes":131072,"slots":512,"drives":2,"socket":"xkv-1.sock","ticket":"0x10","heartbeat_ms":500,"description":"d","straight":true}"#
         );
         let heartbeat = Message::Heartbeat(Heartbeat { io: 255, flushing: false });
         assert_eq!(encoded(&heartbeat), r#"{"type":"heartbeat","io":"0xff","flushing":false}"#);

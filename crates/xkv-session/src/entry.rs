@@ -61,7 +61,7 @@ codes! {
         Lookup = 1,
         /// Slot: namespace length (u32), key length (u32), namespace, key. Reply: handle of a lease, `value` = object
         /// size; the slot holds a byte per fragment, as far as a slot reaches: its drive mod 128, plus 128 when it lies
-        /// right behind the fragment before it on that drive.
+        /// right behind the fragment before it on that drive. In a session that reads straight, [`Place`]s follow.
         Open = 2,
         /// Handle of a lease, `argument` = fragment (u32), step (u32, above). Reply: the slot holds the fragment, the entry
         /// its checksums, `value` = bytes. With further slots: fragment + step goes to the first of them, and so on; each
@@ -73,7 +73,7 @@ codes! {
         Write = 5,
         /// Handle of a transaction. Reply: the object is durable and visible.
         Commit = 6,
-        /// Handle of a lease or transaction, which ends.
+        /// Handle of a lease or transaction, which ends; of a lease, `argument` = bytes that were read straight.
         Close = 7,
         /// Slot as in `Open`. Reply: `value` = 1 when there was an object; the removal is durable.
         Remove = 8,
@@ -110,6 +110,47 @@ codes! {
         Invalid = 9,
         /// Too many leases and transactions at once.
         Limit = 10,
+    }
+}
+
+/// Where a fragment is, and its checksums: what a client that has the drives reads by. In the slot of `Open`, behind the bytes
+/// of the fragments and up to a multiple of 4: for each of them 12 bytes, slot on its drive (u32), full and sample checksum. None where
+/// the slot does not hold those of all fragments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// On its drive.
+    pub slot: u32,
+    /// Of its bytes.
+    pub sums: FragmentSums,
+}
+
+impl Place {
+    const BYTES: usize = 12;
+
+    /// Writes those of all fragments into `slot`, if they fit.
+    pub fn put(slot: &mut [u8], places: impl ExactSizeIterator<Item = Place>) {
+        let Some(room) = Self::room(places.len(), slot.len()) else { return };
+        for (bytes, Place { slot, sums }) in slot[room].chunks_exact_mut(Self::BYTES).zip(places) {
+            for (bytes, value) in bytes.chunks_exact_mut(4).zip([slot, sums.full, sums.sample]) {
+                bytes.copy_from_slice(&value.to_le_bytes());
+            }
+        }
+    }
+
+    /// Reads those of all `fragments`; none where they do not fit.
+    pub fn take(slot: &[u8], fragments: usize) -> Option<Box<[Place]>> {
+        let word = |bytes: &[u8], at| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
+        let places = slot[Self::room(fragments, slot.len())?].chunks_exact(Self::BYTES).map(|bytes| Place {
+            slot: word(bytes, 0),
+            sums: FragmentSums { full: word(bytes, 4), sample: word(bytes, 8) },
+        });
+        Some(places.collect())
+    }
+
+    fn room(fragments: usize, slot_bytes: usize) -> Option<std::ops::Range<usize>> {
+        let start = fragments.next_multiple_of(4);
+        let end = start + fragments * Self::BYTES;
+        (end <= slot_bytes).then_some(start..end)
     }
 }
 
@@ -261,6 +302,24 @@ mod tests {
             &[0; 8],
         ];
         assert_eq!(bytes, expected.concat());
+    }
+
+    #[test]
+    fn places_come_back_where_they_fit() {
+        let place = |i: u32| Place { slot: 7 * i, sums: FragmentSums { full: i + 1, sample: !i } };
+        let mut slot = [0xee; 4096];
+        for fragments in [0, 1, 3, 4, 315] {
+            Place::put(&mut slot, (0..fragments).map(place));
+            let taken = Place::take(&slot, fragments as usize).unwrap();
+            assert_eq!(taken.to_vec(), (0..fragments).map(place).collect::<Vec<_>>());
+        }
+        slot.fill(0xee);
+        Place::put(&mut slot, (0..316).map(place));
+        assert_eq!(Place::take(&slot, 316), None);
+        assert_eq!(slot, [0xee; 4096], "nothing by halves");
+        Place::put(&mut slot, [place(2)].into_iter());
+        let golden = [0xee, 0xee, 0xee, 0xee, 14, 0, 0, 0, 3, 0, 0, 0, 0xfd, 0xff, 0xff, 0xff, 0xee];
+        assert_eq!(slot[..17], golden);
     }
 
     proptest! {

@@ -9,6 +9,7 @@
 //! | 16 | 4 | bytes of a slot |
 //! | 20 | 4 | entries of each queue |
 //! | 24 | 8 | generation of the gateway |
+//! | 32 | 4 | not 0: the gateway has let go of the session's leases, or is about to |
 //! | 4096 | 4 each, 128 apart | submission tail, head, waiting; completion tail, head, waiting |
 //! | 8192 | 64 x entries | submission entries |
 //! | | 64 x entries | completion entries |
@@ -30,6 +31,7 @@ use crate::queue::{ENTRY_WORDS, QueueMemory};
 const MAGIC: [u8; 8] = *b"XKVRING\0";
 const LAYOUT: u32 = 1;
 const PAGE: u64 = 4096;
+const OVER: u64 = 32;
 const INDICES: u64 = PAGE;
 const LINE: u64 = 128;
 const ENTRIES: u64 = 2 * PAGE;
@@ -198,6 +200,16 @@ impl RingMemory {
     /// Generation of the gateway that made it.
     pub fn generation(&self) -> u64 {
         self.generation
+    }
+
+    /// Tells the client that its leases count no more; before they end.
+    pub fn set_over(&self) {
+        self.word32(OVER).store(1, Ordering::SeqCst);
+    }
+
+    /// Whether leases of the session may have ended.
+    pub fn is_over(&self) -> bool {
+        self.word32(OVER).load(Ordering::SeqCst) != 0
     }
 
     /// Requests, client to gateway.

@@ -14,11 +14,15 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
+use crate::entry::DRIVE_BITS;
+
 /// How the names of these sockets begin and end.
 pub const PREFIX: &str = "xkv-";
 const SUFFIX: &str = ".sock";
 /// Longest path of a Unix socket, bytes.
 const MAX_PATH: usize = 107;
+/// Descriptors that are handed over at most: the memory's and a drive's each, as many as the ring can name.
+pub const MOST_FDS: usize = 1 + 1 + DRIVE_BITS as usize;
 /// How often the gateway looks whether the client is still there.
 const TICK: Duration = Duration::from_millis(100);
 /// How long whoever connects may take to show the ticket.
@@ -72,13 +76,13 @@ impl Handover {
         &self.path
     }
 
-    /// Gives `fd` to the first that connects and shows the ticket. `gone` is asked now and then.
+    /// Gives `fds` to the first that connects and shows the ticket. `gone` is asked now and then.
     ///
     /// # Errors
     /// `TimedOut` when nobody does within `patience`, or the client is gone.
     pub fn give(
         &self,
-        fd: impl AsFd,
+        fds: &[OwnedFd],
         ticket: u64,
         patience: Duration,
         gone: impl Fn() -> bool,
@@ -99,7 +103,7 @@ impl Handover {
                 Err(error) => return Err(error),
             };
             if read_ticket(&mut stream, left.min(SHOWING)).is_ok_and(|shown| shown == ticket) {
-                return send_fd(&stream, fd);
+                return send_fds(&stream, fds);
             }
         }
     }
@@ -123,11 +127,17 @@ pub fn clean(folder: &Path, store: &str) {
     }
 }
 
-/// The client's end: fetches the memory that `socket` in `folder` hands out.
+/// The client's end: fetches the memory that `socket` in `folder` hands out, and what comes with it: a system may keep some of
+/// that back (a security module, a limit on descriptors).
 ///
 /// # Errors
 /// The socket cannot be reached (the text says what that means), or hands out nothing.
-pub fn fetch(folder: &Path, socket: &str, ticket: u64, patience: Duration) -> io::Result<OwnedFd> {
+pub fn fetch(
+    folder: &Path,
+    socket: &str,
+    ticket: u64,
+    patience: Duration,
+) -> io::Result<(OwnedFd, Vec<OwnedFd>)> {
     if socket.contains('/') || !socket.starts_with(PREFIX) {
         let text = format!("the gateway named the socket {socket:?}, which is not one of ours");
         return Err(io::Error::new(io::ErrorKind::InvalidData, text));
@@ -145,7 +155,9 @@ pub fn fetch(folder: &Path, socket: &str, ticket: u64, patience: Duration) -> io
     stream.set_read_timeout(Some(patience))?;
     stream.set_write_timeout(Some(patience))?;
     io::Write::write_all(&mut stream, &ticket.to_le_bytes())?;
-    receive_fd(&stream)
+    let mut fds = receive_fds(&stream)?.into_iter();
+    let nothing = || io::Error::new(io::ErrorKind::UnexpectedEof, "the gateway handed out no memory");
+    Ok((fds.next().ok_or_else(nothing)?, fds.collect()))
 }
 
 fn check_length(path: &Path) -> io::Result<()> {
@@ -198,28 +210,25 @@ fn wait_readable(fd: impl AsFd, patience: Duration) -> io::Result<()> {
     }
 }
 
-fn send_fd(stream: &UnixStream, fd: impl AsFd) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+fn send_fds(stream: &UnixStream, fds: &[OwnedFd]) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    let fds = [fd.as_fd()];
+    let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
     if !control.push(SendAncillaryMessage::ScmRights(&fds)) {
-        return Err(io::Error::other("no room for a descriptor"));
+        return Err(io::Error::other(format!("no room for {} descriptors", fds.len())));
     }
     rustix::net::sendmsg(stream, &[IoSlice::new(&[1])], &mut control, SendFlags::NOSIGNAL)?;
     Ok(())
 }
 
-fn receive_fd(stream: &UnixStream) -> io::Result<OwnedFd> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+fn receive_fds(stream: &UnixStream) -> io::Result<Vec<OwnedFd>> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];
     rustix::net::recvmsg(stream, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(mut fds) = message
-            && let Some(fd) = fds.next()
-        {
-            return Ok(fd);
-        }
-    }
-    Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the gateway handed out no memory"))
+    let fds = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    });
+    Ok(fds.flatten().collect())
 }

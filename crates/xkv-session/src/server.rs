@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -16,12 +17,12 @@ use xkv_store::{Cleared, Error, ErrorKind, Selection, Store, StoreStats};
 
 use crate::control::{
     self, Bye, ClearRequest, Frames, Heartbeat, Hello, MAX_FRAME, Message, Refusal, RefusalCode,
-    StatusRequest, VERSION, Welcome,
+    StatusRequest, VERSION, Welcome, has_left,
 };
 use crate::failures::Failures;
 use crate::listing;
 use crate::memory::{Geometry, MAX_SLOTS, RingMemory};
-use crate::pass::{self, Access, Handover};
+use crate::pass::{self, Access, Handover, MOST_FDS};
 use crate::service::Service;
 use crate::spare;
 
@@ -61,6 +62,8 @@ pub struct GatewayConfig {
     pub heartbeat: Duration,
     /// A client that is silent for so long loses its session, leases and transactions.
     pub client_silence: Duration,
+    /// Clients get descriptors of the drives that cannot write, and read leased slots themselves.
+    pub share_drives: bool,
 }
 
 impl Default for GatewayConfig {
@@ -74,6 +77,7 @@ impl Default for GatewayConfig {
             max_slots: MAX_SLOTS,
             heartbeat: Duration::from_millis(500),
             client_silence: Duration::from_secs(15),
+            share_drives: true,
         }
     }
 }
@@ -177,6 +181,8 @@ pub struct SessionStatus {
     pub address: String,
     /// Seconds since it was opened.
     pub age_s: f64,
+    /// Whether it has the drives, and reads leased slots without the gateway.
+    pub straight: bool,
     /// Slots it has.
     pub slots: u32,
     /// Slots in use by requests in flight.
@@ -549,6 +555,7 @@ impl Shared {
             spare::check(geometry.bytes()).map_err(limit)?;
             RingMemory::create(geometry, self.generation).map_err(limit)?
         };
+        let drives = if hello.straight { self.share_drives() } else { Vec::new() };
         let id = self.store.id();
         let handover =
             Handover::listen(&self.config.shm_dir, &id, random(), self.config.socket).map_err(limit)?;
@@ -563,12 +570,29 @@ impl Shared {
             ticket: random(),
             heartbeat_ms: self.config.heartbeat.as_millis() as u32,
             description: self.store.describe(),
+            straight: !drives.is_empty(),
         };
         control::send(stream, &Message::Welcome(welcome.clone())).map_err(limit)?;
         let gone = || self.closing() || has_left(stream);
-        handover.give(fd, welcome.ticket, OPENING, gone).map_err(limit)?;
-        let service = Service::start(self.store.clone(), memory, self.failures.clone()).map_err(limit)?;
+        let fds: Vec<OwnedFd> = std::iter::once(fd).chain(drives).collect();
+        handover.give(&fds, welcome.ticket, OPENING, gone).map_err(limit)?;
+        let (store, failures) = (self.store.clone(), self.failures.clone());
+        let service = Service::start(store, welcome.straight, memory, failures).map_err(limit)?;
         Ok(Opened { welcome, service, _seat: seat })
+    }
+
+    /// Descriptors of the drives, for a session; none where they are not to be shared, or cannot be.
+    fn share_drives(&self) -> Vec<OwnedFd> {
+        if !self.config.share_drives || self.store.drives() >= MOST_FDS {
+            return Vec::new();
+        }
+        match self.store.share() {
+            Ok(drives) => drives.unwrap_or_default(),
+            Err(error) => {
+                tracing::warn!(%error, "a session reads through the gateway: the drives cannot be shared");
+                Vec::new()
+            }
+        }
     }
 
     /// A free seat. Waits a moment for one, since a client that left may not have been noticed yet.
@@ -766,6 +790,7 @@ impl SessionEntry {
             client: self.client.clone(),
             address: self.address.to_string(),
             age_s: self.opened.elapsed().as_secs_f64(),
+            straight: usage.straight,
             slots: usage.slots,
             slots_in_use: usage.slots_in_use,
             leases: usage.leases,
@@ -781,12 +806,6 @@ impl SessionEntry {
 /// What a client calls itself, fit for a log line.
 fn name(hello: &Hello) -> String {
     hello.client.chars().filter(|c| !c.is_control()).take(NAME_CHARS).collect()
-}
-
-/// Whether the other side has closed the connection.
-fn has_left(stream: &TcpStream) -> bool {
-    let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
-    poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
 }
 
 fn setup(stream: &TcpStream) -> io::Result<()> {

@@ -15,7 +15,7 @@ use xkv_store::{
     Txn, fragment_sums,
 };
 
-use crate::entry::{DRIVE_BITS, FOLLOWS, MAX_RUN, NO_SLOT, Operation, Reply, Request, Status};
+use crate::entry::{DRIVE_BITS, FOLLOWS, MAX_RUN, NO_SLOT, Operation, Place, Reply, Request, Status};
 use crate::failures::{Failures, is_full};
 use crate::memory::{RingMemory, SharedQueue, SlotTable};
 use crate::queue::{Consumer, Corrupt, Producer, QueueMemory};
@@ -95,13 +95,15 @@ impl Owed {
     }
 }
 
-/// Ends the session when its thread panics, rather than leaving it to the client's patience.
-struct Guard(Arc<Replies>);
+/// Dropped before the session's leases. Ends the session when its thread panics, rather than leaving it to the client's patience.
+struct Guard<'a>(&'a Service);
 
-impl Drop for Guard {
+impl Drop for Guard<'_> {
     fn drop(&mut self) {
+        // Before any slot may hold other bytes: what the client reads straight counts only while this is not set.
+        self.0.memory.set_over();
         if std::thread::panicking() {
-            self.0.blame("the session's thread failed".into());
+            self.0.replies.blame("the session's thread failed".into());
         }
     }
 }
@@ -139,6 +141,7 @@ impl Rechecks {
 
 /// What a session uses, for status.
 pub(crate) struct Usage {
+    pub(crate) straight: bool,
     pub(crate) slots: u32,
     pub(crate) slots_in_use: usize,
     pub(crate) leases: u64,
@@ -152,6 +155,8 @@ pub(crate) struct Usage {
 /// The service of one session.
 pub(crate) struct Service {
     store: Store,
+    /// The client has the drives.
+    straight: bool,
     memory: Arc<RingMemory>,
     slots: Arc<SlotTable>,
     replies: Arc<Replies>,
@@ -167,14 +172,16 @@ pub(crate) struct Service {
 }
 
 impl Service {
-    /// Starts the thread that serves a session's ring; failures are counted in `failures`.
+    /// Starts the thread that serves a session's ring; failures are counted in `failures`. `straight`: the client has the drives.
     pub(crate) fn start(
         store: Store,
+        straight: bool,
         memory: Arc<RingMemory>,
         failures: Arc<Failures>,
     ) -> io::Result<Arc<Self>> {
         let service = Arc::new(Self {
             store,
+            straight,
             slots: SlotTable::new(&memory),
             replies: Arc::new(Replies {
                 producer: Mutex::new(Producer::new(memory.completions())),
@@ -257,6 +264,7 @@ impl Service {
     pub(crate) fn usage(&self) -> Usage {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Usage {
+            straight: self.straight,
             slots: self.memory.geometry().slots,
             slots_in_use: self.slots.in_use(),
             leases: count(&self.leases),
@@ -272,7 +280,7 @@ impl Service {
         let mut requests = Consumer::new(self.memory.submissions());
         let mut handles = Handles { next: 1, ..Handles::default() };
         let mut pause = FULL.0;
-        let _guard = Guard(self.replies.clone());
+        let _guard = Guard(&self);
         while !self.ended.load(Ordering::SeqCst) && self.fault().is_none() {
             match self.turn(&mut requests, &mut handles) {
                 Ok(true) => pause = FULL.0,
@@ -325,7 +333,11 @@ impl Service {
             (Operation::Commit, None) => self.commit(owed, handles),
             (Operation::Discard, None) => self.discard(owed, handles),
             (Operation::Close, None) => {
-                handles.leases.remove(&request.handle);
+                if let Some(lease) = handles.leases.remove(&request.handle) {
+                    // The client's word, within what can be.
+                    let read = request.argument.min(lease.size());
+                    self.replies.bytes_read.fetch_add(read, Ordering::Relaxed);
+                }
                 handles.txns.remove(&request.handle);
                 self.count(handles);
                 owed.give(Status::Done);
@@ -380,6 +392,11 @@ impl Service {
             return owed.give(Status::Absent);
         };
         describe(&mut slot, (0..lease.fragments()).map(|index| lease.place(index)));
+        if self.straight {
+            let fragments = (0..lease.fragments() as usize).map(|index| index as u32);
+            let place = |index| Place { slot: lease.place(index).1, sums: lease.sums(index) };
+            Place::put(&mut slot, fragments.map(place));
+        }
         drop(slot);
         let (handle, size) = (handles.number(), lease.size());
         handles.leases.insert(handle, Arc::new(lease));

@@ -6,7 +6,7 @@ mod common;
 use std::fs::File;
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
@@ -175,7 +175,7 @@ fn memory_that_could_fault_or_is_not_a_ring_is_refused() {
         let error = refused(what, |mut stream, folder| {
             let handover = Handover::listen(folder, "0", 1, ACCESS).unwrap();
             say(&mut stream, &welcome(&handover.name()));
-            handover.give(fd, TICKET, PATIENCE, || false).unwrap();
+            handover.give(&[fd], TICKET, PATIENCE, || false).unwrap();
             let bye = read_frame(&mut stream).unwrap();
             assert_eq!(bye["type"], "bye", "the gateway is told");
         });
@@ -242,7 +242,7 @@ fn opened(change: impl FnOnce(&mut ClientConfig)) -> Opened {
             read_frame(&mut stream).unwrap();
             let handover = Handover::listen(folder.path(), "0", 1, ACCESS).unwrap();
             say(&mut stream, &welcome(&handover.name()));
-            handover.give(fd.as_fd(), TICKET, PATIENCE, || false).unwrap();
+            handover.give(std::slice::from_ref(&fd), TICKET, PATIENCE, || false).unwrap();
             stream
         });
         (Session::open(&config).unwrap(), gateway.join().unwrap())

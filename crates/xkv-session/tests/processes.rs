@@ -93,10 +93,12 @@ fn hold(session: &Session, config: &ClientConfig, seed: u64) {
     // A stop shorter than the gateway's patience is no end: the same session goes on.
     if let Ok(reason) = ends.recv_timeout(Duration::from_secs(6)) {
         println!("lost: {reason}");
+        assert!(!session.holds_leases());
         let session = Session::open(config).unwrap();
         assert_eq!(put(&session, &key("begun"), b"anew").unwrap(), Status::Done);
         println!("again");
     } else {
+        assert!(session.holds_leases());
         assert_eq!(get(session, &key(&format!("held {seed}"))).unwrap().as_deref(), Some(&b"held"[..]));
         println!("kept");
     }

@@ -274,9 +274,10 @@ fn calls_that_a_gateway_had_not_taken_when_it_left_are_told_apart() {
             ticket: 9,
             heartbeat_ms: 100,
             description: String::new(),
+            straight: false,
         };
         control::send(&mut stream, &Message::Welcome(welcome)).unwrap();
-        handover.give(fd, 9, PATIENCE, || false).unwrap();
+        handover.give(&[fd], 9, PATIENCE, || false).unwrap();
         let session = opening.join().unwrap();
         let (sender, receiver) = std::sync::mpsc::channel();
         for number in 0..5 {

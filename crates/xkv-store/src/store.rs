@@ -1,5 +1,6 @@
 //! The store's face: open, begin, write, commit, read, remove.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -16,6 +17,7 @@ use crate::io::EngineLoad;
 use crate::key::{Digest, MAX_KEY_BYTES, ObjectKey};
 use crate::lease::Lease;
 use crate::record::manifest_bytes;
+use crate::share;
 use crate::stats::{DriveInfo, StoreStats};
 use crate::txn::Txn;
 

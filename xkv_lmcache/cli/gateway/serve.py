@@ -99,6 +99,7 @@ class Daemon:
                 shm_dir=settings.shm_dir,
                 socket_mode=settings.socket_mode,
                 socket_group=settings.socket_group,
+                share_drives=settings.share_drives,
                 max_sessions=settings.max_sessions,
                 max_slots=settings.max_slots,
                 heartbeat_s=settings.heartbeat_s,

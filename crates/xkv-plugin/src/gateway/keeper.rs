@@ -10,6 +10,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use xkv_session::{ClientConfig, Session, SessionError};
 
 use super::link::{FEWEST_SLOTS, Link};
+use super::straight::Drives;
 use super::{Phase, Shared};
 
 /// Pause between attempts while questions may wait for a session.
@@ -24,7 +25,7 @@ const LINES_PER_MINUTE: usize = 6;
 /// What the keeper reacts to.
 pub enum Event {
     /// An attempt ended.
-    Attempted(Result<Session, SessionError>),
+    Attempted(Result<(Session, Option<Drives>), SessionError>),
     /// The session ended.
     Ended(SessionError),
     /// A question waits.
@@ -73,8 +74,8 @@ impl Keeper {
             match event {
                 Ok(Event::Attempted(outcome)) => {
                     self.attempting = false;
-                    match outcome.and_then(usable) {
-                        Ok(session) => self.open(session),
+                    match outcome {
+                        Ok((session, drives)) => self.open(session, drives),
                         Err(error) => self.failed(&error),
                     }
                 }
@@ -135,7 +136,11 @@ impl Keeper {
         let (config, inbox) = (self.config.clone(), self.shared.inbox.clone());
         let open = move || {
             // With nobody left to take it, the session ends here.
-            let _ = inbox.send(Event::Attempted(Session::open(&config)));
+            let opened = Session::open(&config).and_then(usable).map(|session| {
+                let drives = Drives::of(&session, config.silence / 2);
+                (session, drives)
+            });
+            let _ = inbox.send(Event::Attempted(opened));
         };
         match std::thread::Builder::new().name("xkv-open".into()).spawn(open) {
             Ok(_) => self.attempting = true,
@@ -146,7 +151,7 @@ impl Keeper {
         }
     }
 
-    fn open(&mut self, session: Session) {
+    fn open(&mut self, session: Session, drives: Option<Drives>) {
         let shared = &self.shared;
         let welcome = session.welcome().clone();
         let weak = Arc::downgrade(shared);
@@ -154,7 +159,7 @@ impl Keeper {
             Some(shared) => shared.unsent(question),
             None => question_refused(question),
         };
-        let link = Link::new(session, Box::new(unsent));
+        let link = Link::new(session, drives, Box::new(unsent));
         let weak = Arc::downgrade(shared);
         link.session.on_space(Box::new(move || {
             if let Some(shared) = weak.upgrade() {

@@ -10,13 +10,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use parking_lot::Mutex;
-use xkv_session::entry::{DRIVE_BITS, FOLLOWS, MAX_RUN, Operation, Reply, Status};
+use xkv_session::entry::{DRIVE_BITS, FOLLOWS, MAX_RUN, Operation, Place, Reply, Status};
 use xkv_session::{Answer, Call, Session, SessionError};
+use xkv_store::io::BLOCK;
 use xkv_store::io::engine::{EngineLoad, IoDone};
-use xkv_store::{Error, ErrorKind, FragmentSums, RUN_BYTES, Result, Run, SlotBuf};
+use xkv_store::{DriveReader, Error, ErrorKind, FragmentSums, Lent, RUN_BYTES, Result, Run, SlotBuf};
 
 use super::question::{Heard, Question, Unanswered};
-use crate::backend::{Done, ReadDone, Reading, Transaction, UNREACHABLE, unreachable};
+use super::straight::Drives;
+use crate::backend::{Done, ReadDone, Reading, StraightDone, Transaction, UNREACHABLE, unreachable};
 
 /// Slots for questions: one part in so many of a session's, within these bounds.
 const ASIDE_PART: usize = 16;
@@ -30,6 +32,8 @@ pub type Unsent = Box<dyn Fn(Question) + Send + Sync>;
 /// A session in use.
 pub struct Link {
     pub session: Session,
+    /// The gateway's drives, where it shares them.
+    straight: Option<Drives>,
     /// Slots that fragments leave free for questions.
     aside: usize,
     waiting: Mutex<Waiting>,
@@ -54,8 +58,8 @@ impl Waiting {
 }
 
 impl Link {
-    /// Uses `session`, which must have at least [`FEWEST_SLOTS`]; questions that it cannot take go to `unsent`.
-    pub fn new(session: Session, unsent: Unsent) -> Arc<Self> {
+    /// Uses `session`, which must have at least [`FEWEST_SLOTS`], and its drives, if they are shared; questions that it cannot take go to `unsent`.
+    pub fn new(session: Session, straight: Option<Drives>, unsent: Unsent) -> Arc<Self> {
         let slots = session.pool().slots();
         // The ring names drives by seven bits.
         let drives = session.welcome().drives.clamp(1, 1 + u32::from(DRIVE_BITS));
@@ -65,6 +69,7 @@ impl Link {
             drives: (0..drives).map(|_| Drive::default()).collect(),
             lost: AtomicU64::new(0),
             unsent,
+            straight,
             session,
         })
     }
@@ -84,7 +89,16 @@ impl Link {
 
     /// Of each drive: what is in flight.
     pub fn load(&self) -> Vec<EngineLoad> {
-        self.drives.iter().map(Drive::load).collect()
+        let loads = self.drives.iter().enumerate().map(|(drive, calls)| {
+            let (asked, own) = (calls.load(), self.straight.as_ref().map(|drives| drives.load(drive)));
+            let own = own.unwrap_or_default();
+            EngineLoad {
+                in_flight: asked.in_flight + own.in_flight,
+                oldest: asked.oldest.into_iter().chain(own.oldest).min(),
+                ..own
+            }
+        });
+        loads.collect()
     }
 
     /// Whether the session ended with something in flight.
@@ -195,15 +209,15 @@ impl Link {
         })
     }
 
-    /// Lets go of a lease or transaction.
-    fn close(&self, handle: u64) {
-        self.tell(Operation::Close, handle);
+    /// Lets go of a lease or transaction; of a lease, after so many bytes were read straight.
+    fn close(&self, handle: u64, read: u64) {
+        self.tell(Operation::Close, handle, read);
     }
 
     /// A call whose answer is of no interest.
-    fn tell(&self, operation: Operation, handle: u64) {
+    fn tell(&self, operation: Operation, handle: u64, argument: u64) {
         let (slots, sums) = (Vec::new(), FragmentSums::default());
-        let call = Call { operation, slots, handle, argument: 0, sums };
+        let call = Call { operation, slots, handle, argument, sums };
         self.session.call(call, Box::new(|_| ()));
     }
 }
@@ -297,6 +311,10 @@ pub struct Leased {
     link: Arc<Link>,
     handle: u64,
     shape: Shape,
+    /// Of each fragment, where they can be read straight.
+    places: Option<Box<[Place]>>,
+    /// Bytes read straight.
+    read: Arc<AtomicU64>,
     discarded: AtomicBool,
 }
 
@@ -304,14 +322,25 @@ impl Leased {
     pub fn new(heard: Heard) -> Self {
         let Heard { link, reply, slot } = heard;
         let shape = Shape::new(&link, reply.value, &slot);
-        Self { shape, handle: reply.handle, link, discarded: AtomicBool::new(false) }
+        let fragments = shape.fragments() as usize;
+        let places = link.straight.as_ref().and_then(|_| Place::take(&slot, fragments));
+        let (handle, read, discarded) = (reply.handle, Arc::default(), AtomicBool::new(false));
+        Self { link, handle, shape, places, read, discarded }
+    }
+
+    /// The drive that fragment `index` can be read straight from, and where it is there.
+    fn straight(&self, index: u32) -> Option<(&DriveReader, Place)> {
+        let place = *self.places.as_ref()?.get(index as usize)?;
+        let whole = self.shape.fragment_len(index).is_multiple_of(BLOCK);
+        let reader = self.link.straight.as_ref()?.get(self.drive(index))?;
+        whole.then_some((reader, place))
     }
 }
 
 impl Drop for Leased {
     fn drop(&mut self) {
         if !self.discarded.load(Ordering::Relaxed) {
-            self.link.close(self.handle);
+            self.link.close(self.handle, self.read.load(Ordering::Relaxed));
         }
     }
 }
@@ -340,7 +369,44 @@ impl Reading for Leased {
     }
 
     fn runs(&self) -> Vec<Run> {
-        self.shape.runs(self.slots_at_once())
+        if self.places.is_none() {
+            return self.shape.runs(self.slots_at_once());
+        }
+        let place = |index| self.straight(index).map(|(_, place)| (self.drive(index), place.slot));
+        let places: Vec<_> = (0..self.fragments()).map(place).collect();
+        let most = (RUN_BYTES / self.shape.fragment_bytes).max(1);
+        xkv_store::runs(places.into_iter(), most, self.link.drives())
+    }
+
+    fn goes_straight(&self, index: u32) -> bool {
+        self.straight(index).is_some()
+    }
+
+    fn read_straight(&self, run: Run, memory: Lent, done: StraightDone) {
+        let Some((reader, Place { slot, .. })) = self.straight(run.first) else {
+            drop(memory);
+            return done(Err(io::ErrorKind::Unsupported.into()));
+        };
+        let sums = run
+            .fragments()
+            .filter_map(|index| Some(self.places.as_ref()?.get(index as usize)?.sums))
+            .collect();
+        let (link, read, bytes) = (self.link.clone(), self.read.clone(), memory.len() as u64);
+        let done = move |outcome: io::Result<()>| {
+            if !link.session.holds_leases() {
+                // Its slots may hold something else by now.
+                return done(Err(unreachable()));
+            }
+            done(match outcome {
+                Ok(()) => {
+                    read.fetch_add(bytes, Ordering::Relaxed);
+                    Ok(sums)
+                }
+                // What keeps this process from the drive may not keep the gateway from it, which knows more of it, too.
+                Err(error) => Err(io::Error::new(io::ErrorKind::Unsupported, error)),
+            });
+        };
+        reader.read(slot, memory, Box::new(done));
     }
 
     fn read(&self, run: Run, slots: Vec<SlotBuf>, done: ReadDone) {
@@ -363,7 +429,7 @@ impl Reading for Leased {
     fn discard(&self) {
         // Ends the lease. The gateway believes its own reading alone.
         if !self.discarded.swap(true, Ordering::Relaxed) {
-            self.link.tell(Operation::Discard, self.handle);
+            self.link.tell(Operation::Discard, self.handle, 0);
         }
     }
 }
@@ -388,7 +454,7 @@ impl Writing {
 impl Drop for Writing {
     fn drop(&mut self) {
         if !self.committed {
-            self.link.close(self.handle);
+            self.link.close(self.handle, 0);
         }
     }
 }

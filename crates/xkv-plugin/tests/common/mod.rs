@@ -3,6 +3,7 @@
 #![allow(dead_code, unused_macros, unused_imports)]
 
 mod rig;
+mod witness;
 
 use std::collections::HashMap;
 use std::ptr::NonNull;
@@ -12,6 +13,7 @@ use std::time::{Duration, Instant};
 pub use rig::Rig;
 use rustix::event::{PollFd, PollFlags, poll};
 use serde_json::Value;
+pub use witness::Witness;
 use xkv_plugin::{Backend, Completion, Config, Connector, Embedded, L1Buffer};
 use xkv_store::io::device::testing::MemoryDevice;
 use xkv_store::io::{Device, EngineKind};

@@ -58,8 +58,13 @@ impl FileDevice {
         let kind = rustix::fs::FileType::from_raw_mode(rustix::fs::fstat(&fd).map_err(failed)?.st_mode);
         // Works for both; nobody uses the position.
         let size = rustix::fs::seek(&fd, SeekFrom::End(0)).map_err(failed)?;
-        let device =
-            Self::new(File::from(fd), Path::new(name), size - size % BLOCK as u64, kind.is_block_device(), false);
+        let device = Self::new(
+            File::from(fd),
+            Path::new(name),
+            size - size % BLOCK as u64,
+            kind.is_block_device(),
+            false,
+        );
         device.direct.store(flags.contains(OFlags::DIRECT), Ordering::Relaxed);
         Ok(device)
     }
