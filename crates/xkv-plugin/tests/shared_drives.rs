@@ -25,6 +25,10 @@ fn scratch(folder: &str) -> tempfile::TempDir {
     tempfile::tempdir_in(folder).expect("a folder")
 }
 
+fn device(witness: &Arc<Witness>) -> Arc<dyn Device> {
+    witness.clone()
+}
+
 fn read_by_gateway(drives: &[Arc<Witness>]) -> usize {
     drives.iter().map(|drive| drive.reads(&Memory::blank(1)).1).sum()
 }
@@ -80,7 +84,7 @@ fn whole_blocks_of_aligned_buffers_are_read_without_the_gateway() {
 fn a_gateway_may_keep_its_drives_to_itself() {
     let folder = scratch("/dev/shm");
     let witness = Witness::new(drive(folder.path(), 16 * MIB));
-    let mut rig = Rig::stopped(&[witness.clone()]);
+    let mut rig = Rig::stopped(&[device(&witness)]);
     rig.config.share_drives = false;
     rig.start();
     let mut client = Client::of(&rig, 64, config());
@@ -96,7 +100,7 @@ fn a_gateway_may_keep_its_drives_to_itself() {
 fn drives_that_are_others_are_not_read() {
     let (folder, another) = (scratch("/dev/shm"), scratch("/dev/shm"));
     let other = drive(another.path(), 16 * MIB);
-    drop(Client::on(common::Via::Embedded, &[other.clone()], 16, config()));
+    drop(Client::on(common::Via::Embedded, std::slice::from_ref(&other), 16, config()));
     let written = File::create(folder.path().join("written")).expect("a file");
     let short = File::open("/proc/self/exe").expect("a program");
     let pipe = std::io::pipe().expect("a pipe").0;
@@ -104,7 +108,7 @@ fn drives_that_are_others_are_not_read() {
     let witness = Witness::new(drive(folder.path(), 16 * MIB));
     for (number, other) in others.into_iter().enumerate() {
         *witness.other.lock() = Some(other);
-        let rig = Rig::on(&[witness.clone()]);
+        let rig = Rig::on(&[device(&witness)]);
         let mut client = Client::of(&rig, 64, config());
         let len = (3 + number) * FRAGMENT;
         assert!(client.put(&len.to_string(), len as u64, len));
@@ -118,18 +122,18 @@ fn drives_that_are_others_are_not_read() {
 #[test]
 fn damage_is_found_and_the_object_removed() {
     let folder = scratch("/dev/shm");
-    let device = drive(folder.path(), 16 * MIB);
-    let rig = Rig::on(&[device.clone()]);
+    let drive = drive(folder.path(), 16 * MIB);
+    let rig = Rig::on(std::slice::from_ref(&drive));
     let mut client = Client::of(&rig, 64, config());
     let len = 20 * FRAGMENT;
     assert!(client.put("a", len as u64, len));
     let (wanted, mut block) = (contents(len as u64, len), vec![0; FRAGMENT]);
     let at = (0..16 * MIB).step_by(FRAGMENT).find(|&at| {
-        device.read_at(&mut block, at).expect("a file");
+        drive.read_at(&mut block, at).expect("a file");
         block == wanted[7 * FRAGMENT..8 * FRAGMENT]
     });
     block[100] ^= 1;
-    device.write_at(&block, at.expect("it is there")).expect("a file");
+    drive.write_at(&block, at.expect("it is there")).expect("a file");
     let memory = Memory::aligned(len);
     let id = client.get(&["a"], &[memory]);
     assert_eq!(client.results(id), [false]);

@@ -8,7 +8,7 @@ use crossbeam_channel::unbounded;
 
 use crate::Store;
 use crate::check::open_for_reading;
-use crate::commit::{Op, closed, log_failed};
+use crate::commit::{closed, log_failed};
 use crate::config::StoreConfig;
 use crate::error::Result;
 use crate::io::Device;
@@ -45,13 +45,12 @@ impl Store {
         let mut cleared = Cleared::default();
         let Ok(()) = inner.index.for_each_shard::<Infallible>(|entries| {
             for entry in entries {
-                if selection.has(&entry.key) && inner.index.take_entry(&entry, |_| true) {
+                let sender = sender.clone();
+                let done = Box::new(move |outcome: Result<()>| _ = sender.send(outcome));
+                if selection.has(&entry.key) && inner.take_out(&entry, |_| true, done) {
                     inner.counters.removed.fetch_add(1, Ordering::Relaxed);
                     cleared.objects += 1;
                     cleared.bytes += entry.size;
-                    let (digest, sender) = (*entry.key.digest(), sender.clone());
-                    let done = Box::new(move |outcome: Result<()>| _ = sender.send(outcome));
-                    inner.commits.push(Op::Remove { digest, entry: Some(entry), done });
                 }
             }
             Ok(())

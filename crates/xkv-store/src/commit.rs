@@ -94,22 +94,28 @@ pub(crate) struct Commits {
 }
 
 impl Commits {
-    /// Queues an operation; after the end it is answered at once.
-    pub(crate) fn push(&self, op: Op) {
+    /// Queues an operation. After the end it comes back, for [`refuse`].
+    #[must_use]
+    pub(crate) fn queue(&self, op: Op) -> Option<Op> {
         let mut state = self.state.lock();
         if state.ended {
-            drop(state);
-            op.fail(closed());
-            return;
+            return Some(op);
         }
         state.ops.push_back(op);
         self.wake.notify_one();
+        None
     }
 
-    /// Calls `done` once everything queued so far is durable: at once when nothing is.
-    pub(crate) fn barrier(&self, read_only: bool, done: Done<()>) {
+    /// Queues an operation; after the end it is answered at once.
+    pub(crate) fn push(&self, op: Op) {
+        refuse(self.queue(op));
+    }
+
+    /// Calls `done` once everything queued so far is durable: at once when nothing is, and the store is not `read_only`.
+    pub(crate) fn barrier(&self, read_only: impl FnOnce() -> bool, done: Done<()>) {
         let state = self.state.lock();
-        let idle = state.ops.is_empty() && state.busy.is_none() && !read_only && !state.ended;
+        // Asked last: a group that fails turns the store read-only before it is no longer busy.
+        let idle = state.ops.is_empty() && state.busy.is_none() && !state.ended && !read_only();
         drop(state);
         if idle { done(Ok(())) } else { self.push(Op::Barrier { done }) }
     }
@@ -149,6 +155,13 @@ impl Commits {
         }
         state.busy = Some(Instant::now());
         Some(group)
+    }
+}
+
+/// Answers an operation that came too late. Not under a lock that its answer may want.
+pub(crate) fn refuse(op: Option<Op>) {
+    if let Some(op) = op {
+        op.fail(closed());
     }
 }
 

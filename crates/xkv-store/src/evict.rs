@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use crate::commit::Op;
 use crate::inner::Inner;
 use crate::recency;
 use crate::signals::Request;
@@ -55,16 +54,15 @@ fn round(inner: &Arc<Inner>, request: &Request) {
             slots == 0 && bytes == 0
         });
         for entry in victims {
-            if !inner.index.take_entry(&entry, |e| e.leases.load(Ordering::Relaxed) == 0) {
+            let sender = sender.clone();
+            let done = Box::new(move |_| _ = sender.send(()));
+            if !inner.take_out(&entry, |e| e.leases.load(Ordering::Relaxed) == 0, done) {
                 continue;
             }
             inner.counters.evicted.fetch_add(1, Ordering::Relaxed);
             if !recency::is_read(entry.recency.load(Ordering::Relaxed)) {
                 inner.counters.evicted_never_read.fetch_add(1, Ordering::Relaxed);
             }
-            let sender = sender.clone();
-            let done = Box::new(move |_| _ = sender.send(()));
-            inner.commits.push(Op::Remove { digest: *entry.key.digest(), entry: Some(entry), done });
             removals += 1;
         }
     }

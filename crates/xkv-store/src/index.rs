@@ -227,26 +227,33 @@ impl Index {
         })
     }
 
-    /// Takes whatever is under a digest.
-    pub(crate) fn take(&self, digest: &Digest) -> Taken {
-        match self.shard(digest).write().remove(digest) {
+    /// Takes whatever is under a digest, and hands it to `then` before anybody can see that it is gone.
+    pub(crate) fn take<T>(&self, digest: &Digest, then: impl FnOnce(Taken) -> T) -> T {
+        let mut shard = self.shard(digest).write();
+        then(match shard.remove(digest) {
             None => Taken::Nothing,
             Some(State::Writing(_)) => Taken::Transaction,
             Some(State::Present(entry)) => {
                 self.order_out(&entry);
                 Taken::Object(entry)
             }
-        }
+        })
     }
 
-    /// Takes this very entry, when it is still there and `allowed`.
-    pub(crate) fn take_entry(&self, entry: &Arc<Entry>, allowed: impl FnOnce(&Entry) -> bool) -> bool {
+    /// Takes this very entry, when it is still there and `allowed`; calls `then` before anybody can see that it is gone.
+    pub(crate) fn take_entry(
+        &self,
+        entry: &Arc<Entry>,
+        allowed: impl FnOnce(&Entry) -> bool,
+        then: impl FnOnce(),
+    ) -> bool {
         let digest = entry.key.digest();
         let mut shard = self.shard(digest).write();
         match shard.get(digest) {
             Some(State::Present(there)) if Arc::ptr_eq(there, entry) && allowed(entry) => {
                 shard.remove(digest);
                 self.order_out(entry);
+                then();
                 true
             }
             _ => false,
@@ -361,9 +368,43 @@ mod tests {
         assert!(order == ["a", "b", "d", "c"] || order == ["a", "c", "d", "b"], "{order:?}");
         for entry in &entries {
             assert!(index.with(&entry.key, |there| Arc::ptr_eq(there, entry)).unwrap());
-            assert!(index.take_entry(entry, |_| true));
+            assert!(index.take_entry(entry, |_| true, || ()));
         }
         assert_eq!((index.objects(), index.never_read()), (0, (0, 0)));
         assert!(names(&index).is_empty());
+    }
+
+    /// Whoever finds nothing must find the removal of what was there queued before.
+    #[test]
+    fn nobody_sees_an_object_gone_before_its_taker_has_dealt_with_it() {
+        let allocator = Arc::new(Allocator::new(&[8], |_| false, Box::new(|| ())));
+        let key = ObjectKey::new(&b"ns"[..].into(), b"a");
+        let sums = Box::new([FragmentSums::default()]);
+        let entry = Arc::new(Entry::new(key, 1, allocator.reserve(1, 1).unwrap(), sums, 1));
+        for by_digest in [true, false] {
+            let index = Index::new();
+            index.restore(vec![entry.clone()]);
+            let dealt = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                let mut other = None;
+                let mut then = || {
+                    other = Some(scope.spawn(|| {
+                        assert!(index.with(&entry.key, |_| ()).is_none());
+                        assert!(dealt.load(Ordering::SeqCst));
+                    }));
+                    std::thread::sleep(std::time::Duration::from_millis(50));
+                    dealt.store(true, Ordering::SeqCst);
+                };
+                if by_digest {
+                    index.take(entry.key.digest(), |taken| {
+                        then();
+                        assert!(matches!(taken, Taken::Object(_)));
+                    });
+                } else {
+                    assert!(index.take_entry(&entry, |_| true, then));
+                }
+                other.unwrap().join().unwrap();
+            });
+        }
     }
 }

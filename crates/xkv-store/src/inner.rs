@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use crate::alloc::Allocator;
 use crate::buf::{Lent, SlotBuf};
 use crate::checksum::FragmentSums;
-use crate::commit::Commits;
+use crate::commit::{self, Commits, Done, Op};
 use crate::index::{Entry, Index};
 use crate::io::engine::{IoDone, LentDone, LentRequest, SlotsDone, SlotsRequest};
 use crate::io::{BLOCK, Device, IoEngine, IoRequest, Op as IoOp};
@@ -121,6 +121,21 @@ impl Inner {
     pub(crate) fn flush_failed(&self, drive: usize) {
         self.drives[drive].dirty.store(true, Ordering::SeqCst);
         self.flush_failures.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Takes this very object out of the index, if it is still there and `allowed`. Its removal, whose outcome `done` gets, is queued
+    /// before anybody can see it gone: whoever waits for what is queued then waits for it, too.
+    pub(crate) fn take_out(
+        &self,
+        entry: &Arc<Entry>,
+        allowed: impl FnOnce(&Entry) -> bool,
+        done: Done<()>,
+    ) -> bool {
+        let op = Op::Remove { digest: *entry.key.digest(), entry: Some(entry.clone()), done };
+        let mut refused = None;
+        let taken = self.index.take_entry(entry, allowed, || refused = self.commits.queue(op));
+        commit::refuse(refused);
+        taken
     }
 
     /// Appends records of uses that the log has not heard of, up to `limit` bytes.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::commit::{Done, MAX_TOUCHED, Op};
+use crate::commit::{self, Done, MAX_TOUCHED, Op};
 use crate::error::Result;
 use crate::evict;
 use crate::index::{Claim, Taken, Token};
@@ -241,27 +241,33 @@ impl Store {
     pub fn remove(&self, key: &ObjectKey, done: Done<bool>) {
         let inner = &self.0.inner;
         let digest = *key.digest();
-        let entry = match inner.index.take(&digest) {
-            // An earlier removal, or a commit that failed, may not be durable yet.
-            Taken::Nothing => {
-                let done = Box::new(move |outcome: Result<()>| done(outcome.map(|()| false)));
-                return inner.commits.barrier(inner.read_only(), done);
+        let queued = inner.index.take(&digest, |taken| {
+            let entry = match taken {
+                Taken::Nothing => return Err(done),
+                Taken::Transaction => None,
+                Taken::Object(entry) => Some(entry),
+            };
+            let done = Box::new(move |outcome: Result<()>| done(outcome.map(|()| true)));
+            Ok(inner.commits.queue(Op::Remove { digest, entry, done }))
+        });
+        match queued {
+            Ok(refused) => {
+                inner.counters.removed.fetch_add(1, Ordering::Relaxed);
+                commit::refuse(refused);
             }
-            Taken::Transaction => None,
-            Taken::Object(entry) => Some(entry),
-        };
-        inner.counters.removed.fetch_add(1, Ordering::Relaxed);
-        let done = Box::new(move |outcome: Result<()>| done(outcome.map(|()| true)));
-        inner.commits.push(Op::Remove { digest, entry, done });
+            // An earlier removal, or a commit that failed, may not be durable yet.
+            Err(done) => {
+                let done = Box::new(move |outcome: Result<()>| done(outcome.map(|()| false)));
+                inner.commits.barrier(|| inner.read_only(), done);
+            }
+        }
     }
 
     /// Removes a damaged object, unless another one has taken its place since.
     pub fn discard(&self, lease: &Lease) {
         let inner = &self.0.inner;
-        if inner.index.take_entry(&lease.entry, |_| true) {
+        if inner.take_out(&lease.entry, |_| true, Box::new(|_| ())) {
             inner.counters.discarded.fetch_add(1, Ordering::Relaxed);
-            let (digest, entry) = (*lease.entry.key.digest(), Some(lease.entry.clone()));
-            inner.commits.push(Op::Remove { digest, entry, done: Box::new(|_| ()) });
         }
     }
 
