@@ -12,10 +12,12 @@ OF_THE_STORE = ("store_gb", "fragment_bytes", "io_engine", "direct_io")
 
 
 class Backend:
-    """Reaches stores in the connector's own process (`embedded`), or in a gateway's (`gateway`), one per store."""
+    """Reaches stores in the connector's own process (`embedded`), or in a gateway's (`gateway`), one per store. With
+    `sharing` the gateway's clients read its drives themselves."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, sharing: bool = False) -> None:
         self.kind = kind
+        self._sharing = "on" if sharing else "off"
         self.gateways: dict[Path, GatewayProcess] = {}
         """By the first drive of their store."""
 
@@ -26,7 +28,8 @@ class Backend:
             return {"store": [str(drive) for drive in drives], **params}
         settings = {key: value for key, value in params.items() if key in OF_THE_STORE}
         if drives[0] not in self.gateways:
-            gateway = GatewayProcess(drives, **{"fragment_bytes": "auto", **settings})
+            settings = {"fragment_bytes": "auto", "share_drives": self._sharing, **settings}
+            gateway = GatewayProcess(drives, **settings)
             self.gateways[drives[0]] = gateway
             gateway.start()
         rest = {key: value for key, value in params.items() if key not in OF_THE_STORE}

@@ -43,9 +43,11 @@ def loop_devices(tmp_path: Path) -> Iterator[LoopDevices]:
         subprocess.run(["losetup", "--detach", str(device)], check=True)
 
 
-@pytest.fixture(params=["embedded", "gateway"])
+@pytest.fixture(params=["embedded", "gateway", "gateway, sharing"])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """The way to a store: each test runs once with a store in the connector's process, once through a gateway."""
-    backend = Backend(request.param)
+    """The way to a store: each test runs once with a store in the connector's process, once through a gateway, and once
+    through a gateway whose drives the connector reads itself."""
+    kind, _, sharing = request.param.partition(", ")
+    backend = Backend(kind, sharing=bool(sharing))
     yield backend
     backend.close()

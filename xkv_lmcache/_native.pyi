@@ -78,7 +78,7 @@ class Gateway:
         shm_dir: str | PathLike[str],
         socket_mode: int,
         socket_group: int | None,
-        share_drives: bool,
+        share_drives: str,
         max_sessions: int,
         max_slots: int,
         heartbeat_s: float,

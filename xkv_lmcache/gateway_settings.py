@@ -130,8 +130,9 @@ class GatewaySettings(BaseModel):
         "auto", "whether I/O goes round the page cache; auto tries it"
     )
     depth: Annotated[int, *_count(4096)] = _setting(32, "requests in flight per drive")
-    share_drives: Annotated[bool, *_kind("boolean", grammar.boolean)] = _setting(
-        True, "clients read what they lease from the drives themselves, which they cannot write to"
+    share_drives: Annotated[str, *_choice("auto", "on", "off")] = _setting(
+        "auto",
+        "clients read what they lease from the drives themselves; auto: block devices, on: files as well",
     )
     max_sessions: Annotated[int, *_count(128)] = _setting(64, "sessions at once")
     max_slots: Annotated[int, *_count(65536)] = _setting(
@@ -187,8 +188,6 @@ class Setting:
         match self.default:
             case None:
                 return "unset"
-            case bool(value):
-                return "1" if value else "0"
             case list(value):
                 return ",".join(value)
             case float(value):

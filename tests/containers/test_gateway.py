@@ -106,3 +106,56 @@ def test_a_drive_by_its_group(tmp_path: Path, loop_devices: LoopDevices, shared_
         with pytest.raises(StackError, match="ended with 1"):
             container.wait_for_text("serving a store", 60)
         assert "/dev/xkv0" in container.log()
+
+
+CLIENT = """
+import mmap, os, select, sys
+from xkv_lmcache import XkvL2Connector
+
+assert not os.path.exists("/dev/xkv0")
+connector = XkvL2Connector(host="127.0.0.1", port=int(sys.argv[1]), fragment_bytes=131072)
+
+
+def ask(task):
+    while True:
+        assert select.select([connector.event_fd()], [], [], 30)[0], "no answer"
+        for answer in connector.drain_completions():
+            if answer[0] == task:
+                return answer
+
+
+size = 4 << 20
+data, found = os.urandom(size), mmap.mmap(-1, size)
+stored = ask(connector.submit_batch_set(["key"], [memoryview(data)]))
+assert stored[1], stored
+loaded = ask(connector.submit_batch_get(["key"], [memoryview(found)]))
+assert loaded[3] == [True] and found[:] == data, loaded
+print("loaded", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_client_reads_the_drive_that_only_the_gateway_has(
+    tmp_path: Path, loop_devices: LoopDevices, shared_memory: SharedMemory
+) -> None:
+    """Descriptors pass from container to container; nobody else's container needs the device, or a right to it."""
+    (port,) = free_ports(1)
+    (device,) = loop_devices(1, 2**28)
+    device.chmod(0o600)
+    os.chown(device, USER, USER)
+    command = ["gateway", "serve", f"--port={port}", "--store=/dev/xkv0"]
+    with Container(GATEWAY, command, options=[f"--device={device}:/dev/xkv0"]) as serving:
+        serving.wait_for_text("serving a store of 1 drive: /dev/xkv0", 60)
+        client = Container(
+            GATEWAY, ["-c", CLIENT, str(port)], options=["--entrypoint=python3", "--interactive"]
+        )
+        with client:
+            client.wait_for_text("loaded", 60)
+            assert "read through the gateway" not in client.log()
+            code, text = serving.exec("xkv", "gateway", "status", f"--port={port}", "--json")
+            assert code == 0, text
+            (session,) = json.loads(text)["sessions"]
+            # The bytes of reads are told when a lease is closed.
+            assert session["straight"] is True
+            assert session["bytes_written"] == session["bytes_read"] == 4 << 20
+        assert serving.stop() == 0

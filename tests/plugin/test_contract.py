@@ -19,10 +19,10 @@ from xkv_lmcache import XkvL2Connector, probe_store
 from .client import Buffer, Client, contents, stats_file
 
 
-@pytest.fixture(params=["embedded uring", "embedded pool", "gateway auto"])
+@pytest.fixture(params=["embedded uring", "embedded pool", "gateway auto", "sharing auto"])
 def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Client]:
     kind, engine = request.param.split()
-    backend = Backend(kind)
+    backend = Backend("gateway" if kind == "sharing" else kind, sharing=kind == "sharing")
     try:
         with Client(**backend.params(tmp_path / "store", store_gb=2, io_engine=engine)) as client:
             yield client

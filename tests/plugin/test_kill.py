@@ -37,11 +37,11 @@ def test_what_was_acknowledged_survives_kill_9(engine: str, tmp_path: Path) -> N
 
 
 def test_what_was_acknowledged_survives_kill_9_of_a_gateways_client(tmp_path: Path) -> None:
-    campaign(Backend("gateway"), tmp_path, "auto", ROUNDS // 3, kill_writer)
+    campaign(Backend("gateway", sharing=True), tmp_path, "auto", ROUNDS // 3, kill_writer)
 
 
 def test_what_was_acknowledged_survives_kill_9_of_the_gateway(tmp_path: Path) -> None:
-    backend = Backend("gateway")
+    backend = Backend("gateway", sharing=True)
 
     def kill_gateway(writer: subprocess.Popen[str]) -> None:
         backend.gateways[tmp_path].end(signal.SIGKILL)

@@ -262,7 +262,7 @@ def soak(
         mib_per_s: bytes loaded and stored are held back to so much; 0: as fast as it goes.
         kill_every_s: with a gateway, so often it is killed and started again; 0: never.
     """
-    backend = Backend(kind)
+    backend = Backend(kind, sharing=True)
     store = folder / f"soak-{kind}"
     connector = XkvL2Connector(
         **backend.params(store, store_gb=STORE_GB, namespace="soak"), stats_interval_s=3600.0

@@ -1,6 +1,7 @@
 //! A gateway as a backend: one session at a time, opened again whenever it ends.
 //!
-//! `gateway/keeper.rs` opens sessions, `gateway/link.rs` uses one, `gateway/question.rs` is what can be asked of any.
+//! `gateway/keeper.rs` opens sessions, `gateway/link.rs` uses one, `gateway/straight.rs` reads its drives, `gateway/question.rs` is
+//! what can be asked of any.
 //! Everything that belongs to a session dies with it. Only questions that no session has taken yet wait for the next
 //! one, and only for a short while after a session that ended idle; otherwise, without a session, all keys are absent
 //! and nothing can be stored.
@@ -80,14 +81,17 @@ struct State {
 }
 
 impl State {
-    fn change(&mut self, phase: Phase, reason: String) {
-        self.phase = phase;
+    /// Returns the phase before, to be dropped without the lock: the end of a link answers what was asked of it.
+    #[must_use]
+    fn change(&mut self, phase: Phase, reason: String) -> Phase {
+        let before = std::mem::replace(&mut self.phase, phase);
         self.since = Instant::now();
         if self.history.len() == HISTORY {
             self.history.pop_front();
         }
         self.history.push_back((self.since, self.name(), reason.clone()));
         self.reason = reason;
+        before
     }
 
     fn name(&self) -> &'static str {

@@ -244,7 +244,7 @@ impl Reactor {
                 let submitted =
                     self.batches.get(&load.batch).map_or_else(Instant::now, |batch| batch.submitted);
                 load.ending = Some(Ending { miss, why: why(), submitted });
-                // The object may be evicted; what is in flight keeps its slots.
+                // The object may be evicted. What is in flight may bring other bytes then, but the load is a miss already.
                 load.reading = None;
             }
             return;

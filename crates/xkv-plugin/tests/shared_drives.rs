@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use common::{Client, FRAGMENT, MIB, Memory, Rig, Witness, config, contents};
 use xkv_plugin::Config;
+use xkv_session::ShareDrives;
 use xkv_store::io::device::{self, OpenOptions};
 use xkv_store::io::{Device, DirectIo};
 
@@ -33,8 +34,23 @@ fn read_by_gateway(drives: &[Arc<Witness>]) -> usize {
     drives.iter().map(|drive| drive.reads(&Memory::blank(1)).1).sum()
 }
 
+fn sharing(drives: &[Arc<dyn Device>]) -> Rig {
+    let mut rig = Rig::stopped(drives);
+    rig.config.share_drives = ShareDrives::All;
+    rig.start();
+    rig
+}
+
+/// The only session, which the gateway counts a moment after the client has it.
 fn session(rig: &Rig) -> serde_json::Value {
-    rig.status()["sessions"][0].clone()
+    let deadline = Instant::now() + Duration::from_secs(10);
+    loop {
+        if let Some(session) = rig.status()["sessions"].get(0) {
+            return session.clone();
+        }
+        assert!(Instant::now() < deadline, "no session");
+        std::thread::yield_now();
+    }
 }
 
 /// Loads `len` bytes into `memory`, and compares them.
@@ -52,7 +68,7 @@ fn whole_blocks_of_aligned_buffers_are_read_without_the_gateway() {
             let drives: Vec<Arc<Witness>> =
                 folders.iter().map(|folder| Witness::new(drive(folder.path(), 16 * MIB))).collect();
             let devices: Vec<Arc<dyn Device>> = drives.iter().map(|drive| drive.clone() as _).collect();
-            let rig = Rig::on(&devices);
+            let rig = sharing(&devices);
             let mut client = Client::of(&rig, 64, config());
             assert_eq!(session(&rig)["straight"], true);
             let mut all = 0;
@@ -85,7 +101,7 @@ fn a_gateway_may_keep_its_drives_to_itself() {
     let folder = scratch("/dev/shm");
     let witness = Witness::new(drive(folder.path(), 16 * MIB));
     let mut rig = Rig::stopped(&[device(&witness)]);
-    rig.config.share_drives = false;
+    // What the default is for files.
     rig.start();
     let mut client = Client::of(&rig, 64, config());
     assert_eq!(session(&rig)["straight"], false);
@@ -104,11 +120,11 @@ fn drives_that_are_others_are_not_read() {
     let written = File::create(folder.path().join("written")).expect("a file");
     let short = File::open("/proc/self/exe").expect("a program");
     let pipe = std::io::pipe().expect("a pipe").0;
-    let others = [other.share().expect("a file").expect("a file"), written.into(), short.into(), pipe.into()];
+    let others = [other.share().expect("a file"), written.into(), short.into(), pipe.into()];
     let witness = Witness::new(drive(folder.path(), 16 * MIB));
     for (number, other) in others.into_iter().enumerate() {
         *witness.other.lock() = Some(other);
-        let rig = Rig::on(&[device(&witness)]);
+        let rig = sharing(&[device(&witness)]);
         let mut client = Client::of(&rig, 64, config());
         let len = (3 + number) * FRAGMENT;
         assert!(client.put(&len.to_string(), len as u64, len));
@@ -123,7 +139,7 @@ fn drives_that_are_others_are_not_read() {
 fn damage_is_found_and_the_object_removed() {
     let folder = scratch("/dev/shm");
     let drive = drive(folder.path(), 16 * MIB);
-    let rig = Rig::on(std::slice::from_ref(&drive));
+    let rig = sharing(std::slice::from_ref(&drive));
     let mut client = Client::of(&rig, 64, config());
     let len = 20 * FRAGMENT;
     assert!(client.put("a", len as u64, len));
@@ -148,7 +164,7 @@ fn damage_is_found_and_the_object_removed() {
 fn no_slot_is_read_that_holds_something_else() {
     const OBJECTS: u64 = 60;
     let folder = scratch("/dev/shm");
-    let mut rig = Rig::on(&[drive(folder.path(), 4 * MIB)]);
+    let mut rig = sharing(&[drive(folder.path(), 4 * MIB)]);
     let settings =
         Config { verify: xkv_plugin::Verify::Off, wait_timeout: Duration::from_secs(1), ..config() };
     let mut reader = Client::of(&rig, 64, settings.clone());

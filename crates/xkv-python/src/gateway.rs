@@ -11,12 +11,12 @@ use pyo3::prelude::*;
 use serde_json::{Value, json};
 use xkv_session::client::{self, ClientConfig, SessionError};
 use xkv_session::control::RefusalCode;
-use xkv_session::{Access, GatewayConfig};
+use xkv_session::{Access, GatewayConfig, ShareDrives};
 use xkv_store::check::{Progress, Report};
 use xkv_store::format::{Content, survey};
 use xkv_store::{Selection, Store, StoreConfig};
 
-use crate::{direct_io_of, engine_of, exception, seconds, store_config};
+use crate::{direct_io_of, engine_of, exception, seconds, store_config, unknown};
 
 /// Longest wait for each step of a connection, where an answer may take longer.
 const OPENING: Duration = Duration::from_secs(5);
@@ -53,7 +53,7 @@ impl Gateway {
         shm_dir: PathBuf,
         socket_mode: u32,
         socket_group: Option<u32>,
-        share_drives: bool,
+        share_drives: &str,
         max_sessions: usize,
         max_slots: u32,
         heartbeat_s: f64,
@@ -76,7 +76,7 @@ impl Gateway {
             token,
             shm_dir,
             socket: Access { mode: socket_mode, group: socket_group },
-            share_drives,
+            share_drives: share_drives_of(share_drives)?,
             max_sessions,
             max_slots,
             heartbeat: seconds("heartbeat_s", heartbeat_s)?,
@@ -177,6 +177,15 @@ pub fn gateway_clear(
     let patience = seconds("timeout_s", timeout_s)?;
     let config = visitor(host, port, token, patience.min(OPENING));
     answered(py.detach(|| client::clear(&config, namespace, model, patience)))
+}
+
+fn share_drives_of(name: &str) -> PyResult<ShareDrives> {
+    Ok(match name {
+        "auto" => ShareDrives::Devices,
+        "on" => ShareDrives::All,
+        "off" => ShareDrives::Off,
+        other => return Err(unknown("share_drives", other, "auto, on or off")),
+    })
 }
 
 /// Somebody who asks and opens no session.

@@ -6,6 +6,7 @@ use std::fmt;
 use std::io;
 use std::net::{Shutdown, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -149,6 +150,8 @@ struct Inner {
     on_space: Mutex<Option<Hook>>,
     on_end: Mutex<Option<LastWords>>,
     drives: Mutex<Vec<OwnedFd>>,
+    /// Ends with the gateway's process, at once: nothing can be between the two.
+    handed: UnixStream,
 }
 
 /// An open session. Cheap to clone; the last clone ends it.
@@ -195,9 +198,13 @@ impl Session {
         };
         check(&welcome, config).map_err(|what| SessionError::new(format!("{at}: {what}")))?;
         let geometry = Geometry::new(welcome.slots, welcome.fragment_bytes);
-        let memory = pass::fetch(&config.shm_dir, &welcome.socket, welcome.ticket, config.silence)
-            .and_then(|(fd, drives)| Ok((RingMemory::attach(fd, geometry, welcome.generation)?, drives)));
-        let (memory, drives) = match memory {
+        let memory = pass::fetch(&config.shm_dir, &welcome.socket, welcome.ticket, config.silence).and_then(
+            |fetched| {
+                let memory = RingMemory::attach(&fetched.memory, geometry, welcome.generation)?;
+                Ok((memory, fetched.drives, fetched.stream))
+            },
+        );
+        let (memory, drives, handed) = match memory {
             Ok(fetched) => fetched,
             Err(error) => {
                 _ = control::send(&mut control, &Message::Bye(Bye { reason: error.to_string() }));
@@ -224,6 +231,7 @@ impl Session {
             on_space: Mutex::default(),
             on_end: Mutex::default(),
             drives: Mutex::new(drives),
+            handed,
             welcome,
             memory,
         });
@@ -252,11 +260,11 @@ impl Session {
         if all { drives } else { Vec::new() }
     }
 
-    /// Whether every lease of the session that was not closed still counts: the gateway lives, and has not ended it. What was read straight
-    /// before this is what was leased.
+    /// Whether every lease of the session that was not closed still counts: the gateway lives, and has not ended it. What was
+    /// read straight before this, in a session with drives, is what was leased.
     pub fn holds_leases(&self) -> bool {
         let inner = &self.0.0;
-        self.is_open() && !inner.memory.is_over() && !has_left(&inner.control)
+        self.is_open() && !inner.memory.is_over() && !has_left(&inner.handed)
     }
 
     /// False once the session has ended.

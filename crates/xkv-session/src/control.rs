@@ -2,7 +2,7 @@
 //! 64-bit numbers travel as hexadecimal strings, since many JSON readers keep 53 bits.
 
 use std::io::{self, Read, Write};
-use std::net::TcpStream;
+use std::os::fd::AsFd;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
@@ -163,6 +163,7 @@ pub struct Bye {
     pub reason: String,
 }
 
+// As serde hands it over.
 #[allow(clippy::trivially_copy_pass_by_ref)]
 fn is_false(value: &bool) -> bool {
     !value
@@ -196,10 +197,10 @@ pub fn send(to: &mut impl Write, message: &Message) -> io::Result<()> {
     to.write_all(&frame)
 }
 
-/// Whether the other side has closed the connection, or is no more.
-pub fn has_left(stream: &TcpStream) -> bool {
-    let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
-    poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0)
+/// Whether the other side has closed the connection, or is no more, as far as can be known.
+pub fn has_left(stream: impl AsFd) -> bool {
+    let mut fds = [PollFd::new(&stream, PollFlags::RDHUP)];
+    !matches!(poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(0))
 }
 
 /// Takes frames out of a stream of bytes that arrives in any pieces, also over time-outs.

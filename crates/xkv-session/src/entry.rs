@@ -24,6 +24,9 @@ pub const NO_SLOT: u32 = u32::MAX;
 /// Fragments that one `Read` may ask for.
 pub const MAX_RUN: usize = 4;
 
+/// Drives that the ring can tell apart.
+pub const MOST_DRIVES: usize = 1 + DRIVE_BITS as usize;
+
 /// In the byte of a fragment in the slot of `Open` and `Begin`: the number of its drive.
 pub const DRIVE_BITS: u8 = 0x7f;
 /// As above: it lies right behind the fragment before it on its drive.
@@ -114,8 +117,8 @@ codes! {
 }
 
 /// Where a fragment is, and its checksums: what a client that has the drives reads by. In the slot of `Open`, behind the bytes
-/// of the fragments and up to a multiple of 4: for each of them 12 bytes, slot on its drive (u32), full and sample checksum. None where
-/// the slot does not hold those of all fragments.
+/// of the fragments and up to a multiple of 4: for each of them 12 bytes, slot on its drive (u32), full and sample checksum.
+/// None where the slot does not hold those of all fragments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// On its drive.

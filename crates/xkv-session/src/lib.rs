@@ -30,4 +30,4 @@ pub use client::{Answer, Call, ClientConfig, Session, SessionError};
 #[cfg(not(loom))]
 pub use pass::Access;
 #[cfg(not(loom))]
-pub use server::{Gateway, GatewayConfig, GatewayStatus};
+pub use server::{Gateway, GatewayConfig, GatewayStatus, ShareDrives};

@@ -14,15 +14,15 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
-use crate::entry::DRIVE_BITS;
+use crate::entry::MOST_DRIVES;
 
 /// How the names of these sockets begin and end.
 pub const PREFIX: &str = "xkv-";
 const SUFFIX: &str = ".sock";
 /// Longest path of a Unix socket, bytes.
 const MAX_PATH: usize = 107;
-/// Descriptors that are handed over at most: the memory's and a drive's each, as many as the ring can name.
-pub const MOST_FDS: usize = 1 + 1 + DRIVE_BITS as usize;
+/// Descriptors that are handed over at most: the memory's and a drive's each.
+const MOST_FDS: usize = 1 + MOST_DRIVES;
 /// How often the gateway looks whether the client is still there.
 const TICK: Duration = Duration::from_millis(100);
 /// How long whoever connects may take to show the ticket.
@@ -76,17 +76,18 @@ impl Handover {
         &self.path
     }
 
-    /// Gives `fds` to the first that connects and shows the ticket. `gone` is asked now and then.
+    /// Gives what `fds` returns to the first that connects and shows the ticket. `gone` is asked now and then. Returns the
+    /// connection, at whose end the other side sees that this one is no more.
     ///
     /// # Errors
     /// `TimedOut` when nobody does within `patience`, or the client is gone.
     pub fn give(
         &self,
-        fds: &[OwnedFd],
+        fds: impl FnOnce() -> Vec<OwnedFd>,
         ticket: u64,
         patience: Duration,
         gone: impl Fn() -> bool,
-    ) -> io::Result<()> {
+    ) -> io::Result<UnixStream> {
         let deadline = Instant::now() + patience;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -103,7 +104,8 @@ impl Handover {
                 Err(error) => return Err(error),
             };
             if read_ticket(&mut stream, left.min(SHOWING)).is_ok_and(|shown| shown == ticket) {
-                return send_fds(&stream, fds);
+                send_fds(&stream, &fds())?;
+                return Ok(stream);
             }
         }
     }
@@ -127,17 +129,21 @@ pub fn clean(folder: &Path, store: &str) {
     }
 }
 
-/// The client's end: fetches the memory that `socket` in `folder` hands out, and what comes with it: a system may keep some of
-/// that back (a security module, a limit on descriptors).
+/// What a client fetches.
+pub struct Fetched {
+    /// The session's.
+    pub memory: OwnedFd,
+    /// What came with it. A system may keep some of that back: a security module, a limit on descriptors.
+    pub drives: Vec<OwnedFd>,
+    /// Ends with the gateway, where that keeps it.
+    pub stream: UnixStream,
+}
+
+/// The client's end: fetches the memory that `socket` in `folder` hands out, and what comes with it.
 ///
 /// # Errors
 /// The socket cannot be reached (the text says what that means), or hands out nothing.
-pub fn fetch(
-    folder: &Path,
-    socket: &str,
-    ticket: u64,
-    patience: Duration,
-) -> io::Result<(OwnedFd, Vec<OwnedFd>)> {
+pub fn fetch(folder: &Path, socket: &str, ticket: u64, patience: Duration) -> io::Result<Fetched> {
     if socket.contains('/') || !socket.starts_with(PREFIX) {
         let text = format!("the gateway named the socket {socket:?}, which is not one of ours");
         return Err(io::Error::new(io::ErrorKind::InvalidData, text));
@@ -157,7 +163,7 @@ pub fn fetch(
     io::Write::write_all(&mut stream, &ticket.to_le_bytes())?;
     let mut fds = receive_fds(&stream)?.into_iter();
     let nothing = || io::Error::new(io::ErrorKind::UnexpectedEof, "the gateway handed out no memory");
-    Ok((fds.next().ok_or_else(nothing)?, fds.collect()))
+    Ok(Fetched { memory: fds.next().ok_or_else(nothing)?, drives: fds.collect(), stream })
 }
 
 fn check_length(path: &Path) -> io::Result<()> {

@@ -3,6 +3,7 @@
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -19,10 +20,11 @@ use crate::control::{
     self, Bye, ClearRequest, Frames, Heartbeat, Hello, MAX_FRAME, Message, Refusal, RefusalCode,
     StatusRequest, VERSION, Welcome, has_left,
 };
+use crate::entry::MOST_DRIVES;
 use crate::failures::Failures;
 use crate::listing;
 use crate::memory::{Geometry, MAX_SLOTS, RingMemory};
-use crate::pass::{self, Access, Handover, MOST_FDS};
+use crate::pass::{self, Access, Handover};
 use crate::service::Service;
 use crate::spare;
 
@@ -62,8 +64,19 @@ pub struct GatewayConfig {
     pub heartbeat: Duration,
     /// A client that is silent for so long loses its session, leases and transactions.
     pub client_silence: Duration,
-    /// Clients get descriptors of the drives that cannot write, and read leased slots themselves.
-    pub share_drives: bool,
+    /// Which drives clients read themselves.
+    pub share_drives: ShareDrives,
+}
+
+/// Which drives clients get descriptors of, to read leased slots themselves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ShareDrives {
+    /// Block devices: whoever has the descriptor cannot write without a right to the device.
+    Devices,
+    /// Files as well: a client whose user may write the file can open the descriptor again for writing.
+    All,
+    /// None.
+    Off,
 }
 
 impl Default for GatewayConfig {
@@ -77,7 +90,7 @@ impl Default for GatewayConfig {
             max_slots: MAX_SLOTS,
             heartbeat: Duration::from_millis(500),
             client_silence: Duration::from_secs(15),
-            share_drives: true,
+            share_drives: ShareDrives::Devices,
         }
     }
 }
@@ -181,7 +194,7 @@ pub struct SessionStatus {
     pub address: String,
     /// Seconds since it was opened.
     pub age_s: f64,
-    /// Whether it has the drives, and reads leased slots without the gateway.
+    /// Whether it was handed the drives, to read leased slots without the gateway.
     pub straight: bool,
     /// Slots it has.
     pub slots: u32,
@@ -213,6 +226,8 @@ struct SessionEntry {
 struct Opened {
     welcome: Welcome,
     service: Arc<Service>,
+    /// Tells the client when this process is no more.
+    _handed: UnixStream,
     _seat: Seat,
 }
 
@@ -555,7 +570,6 @@ impl Shared {
             spare::check(geometry.bytes()).map_err(limit)?;
             RingMemory::create(geometry, self.generation).map_err(limit)?
         };
-        let drives = if hello.straight { self.share_drives() } else { Vec::new() };
         let id = self.store.id();
         let handover =
             Handover::listen(&self.config.shm_dir, &id, random(), self.config.socket).map_err(limit)?;
@@ -570,29 +584,37 @@ impl Shared {
             ticket: random(),
             heartbeat_ms: self.config.heartbeat.as_millis() as u32,
             description: self.store.describe(),
-            straight: !drives.is_empty(),
+            straight: hello.straight && self.shares_drives(),
         };
         control::send(stream, &Message::Welcome(welcome.clone())).map_err(limit)?;
-        let gone = || self.closing() || has_left(stream);
-        let fds: Vec<OwnedFd> = std::iter::once(fd).chain(drives).collect();
-        handover.give(&fds, welcome.ticket, OPENING, gone).map_err(limit)?;
+        let gone = || self.closing() || has_left(&*stream);
+        // Opened only for somebody who shows the ticket.
+        let fds = || {
+            std::iter::once(fd)
+                .chain(welcome.straight.then(|| self.share_drives()).into_iter().flatten())
+                .collect()
+        };
+        let handed = handover.give(fds, welcome.ticket, OPENING, gone).map_err(limit)?;
         let (store, failures) = (self.store.clone(), self.failures.clone());
         let service = Service::start(store, welcome.straight, memory, failures).map_err(limit)?;
-        Ok(Opened { welcome, service, _seat: seat })
+        Ok(Opened { welcome, service, _handed: handed, _seat: seat })
     }
 
-    /// Descriptors of the drives, for a session; none where they are not to be shared, or cannot be.
+    fn shares_drives(&self) -> bool {
+        let can_share = match self.config.share_drives {
+            ShareDrives::Devices => self.store.can_share(false),
+            ShareDrives::All => self.store.can_share(true),
+            ShareDrives::Off => false,
+        };
+        can_share && self.store.drives() <= MOST_DRIVES
+    }
+
+    /// Descriptors of the drives, for a session; none when the system refuses.
     fn share_drives(&self) -> Vec<OwnedFd> {
-        if !self.config.share_drives || self.store.drives() >= MOST_FDS {
-            return Vec::new();
-        }
-        match self.store.share() {
-            Ok(drives) => drives.unwrap_or_default(),
-            Err(error) => {
-                tracing::warn!(%error, "a session reads through the gateway: the drives cannot be shared");
-                Vec::new()
-            }
-        }
+        self.store.share().unwrap_or_else(|error| {
+            tracing::warn!(%error, "a session reads through the gateway: the drives cannot be shared");
+            Vec::new()
+        })
     }
 
     /// A free seat. Waits a moment for one, since a client that left may not have been noticed yet.
@@ -616,7 +638,7 @@ impl Shared {
         hello: &Hello,
         opened: Opened,
     ) {
-        let Opened { welcome, service, _seat } = opened;
+        let Opened { welcome, service, _handed, _seat } = opened;
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         self.opened.fetch_add(1, Ordering::Relaxed);
         let client = name(hello);

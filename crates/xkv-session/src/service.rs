@@ -280,6 +280,7 @@ impl Service {
         let mut requests = Consumer::new(self.memory.submissions());
         let mut handles = Handles { next: 1, ..Handles::default() };
         let mut pause = FULL.0;
+        // After `handles`, and so dropped before them.
         let _guard = Guard(&self);
         while !self.ended.load(Ordering::SeqCst) && self.fault().is_none() {
             match self.turn(&mut requests, &mut handles) {
@@ -333,7 +334,9 @@ impl Service {
             (Operation::Commit, None) => self.commit(owed, handles),
             (Operation::Discard, None) => self.discard(owed, handles),
             (Operation::Close, None) => {
-                if let Some(lease) = handles.leases.remove(&request.handle) {
+                if let Some(lease) = handles.leases.remove(&request.handle)
+                    && self.straight
+                {
                     // The client's word, within what can be.
                     let read = request.argument.min(lease.size());
                     self.replies.bytes_read.fetch_add(read, Ordering::Relaxed);
@@ -393,9 +396,8 @@ impl Service {
         };
         describe(&mut slot, (0..lease.fragments()).map(|index| lease.place(index)));
         if self.straight {
-            let fragments = (0..lease.fragments() as usize).map(|index| index as u32);
             let place = |index| Place { slot: lease.place(index).1, sums: lease.sums(index) };
-            Place::put(&mut slot, fragments.map(place));
+            Place::put(&mut slot, (0..lease.fragments()).map(place));
         }
         drop(slot);
         let (handle, size) = (handles.number(), lease.size());

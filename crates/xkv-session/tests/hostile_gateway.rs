@@ -175,7 +175,7 @@ fn memory_that_could_fault_or_is_not_a_ring_is_refused() {
         let error = refused(what, |mut stream, folder| {
             let handover = Handover::listen(folder, "0", 1, ACCESS).unwrap();
             say(&mut stream, &welcome(&handover.name()));
-            handover.give(&[fd], TICKET, PATIENCE, || false).unwrap();
+            handover.give(|| vec![fd], TICKET, PATIENCE, || false).unwrap();
             let bye = read_frame(&mut stream).unwrap();
             assert_eq!(bye["type"], "bye", "the gateway is told");
         });
@@ -242,7 +242,7 @@ fn opened(change: impl FnOnce(&mut ClientConfig)) -> Opened {
             read_frame(&mut stream).unwrap();
             let handover = Handover::listen(folder.path(), "0", 1, ACCESS).unwrap();
             say(&mut stream, &welcome(&handover.name()));
-            handover.give(std::slice::from_ref(&fd), TICKET, PATIENCE, || false).unwrap();
+            handover.give(|| vec![fd.try_clone().unwrap()], TICKET, PATIENCE, || false).unwrap();
             stream
         });
         (Session::open(&config).unwrap(), gateway.join().unwrap())

@@ -3,6 +3,10 @@
 
 mod common;
 
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::*;
@@ -251,34 +255,55 @@ fn many_damaged_objects_at_once_are_all_removed() {
     assert_eq!(rig.store.stats().objects, 0);
 }
 
+/// A client's session with a gateway that hands it over and then does nothing by itself: the session, its memory, the control
+/// connection, the one of the handing over.
+fn handed_over(folder: &Path) -> (Session, Arc<RingMemory>, TcpStream, UnixStream) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let config = client_config(listener.local_addr().unwrap(), folder);
+    let opening = std::thread::spawn(move || Session::open(&config).unwrap());
+    let (mut control, _) = listener.accept().unwrap();
+    assert!(matches!(Frames::default().next(&mut control), Ok(Some(Message::Hello(_)))));
+    let (memory, fd) = RingMemory::create(Geometry::new(16, FRAGMENT as u32), 7).unwrap();
+    let handover = Handover::listen(folder, "00", 1, Access { mode: 0o600, group: None }).unwrap();
+    let welcome = Welcome {
+        version: control::VERSION,
+        store: "00".into(),
+        generation: 7,
+        fragment_bytes: FRAGMENT as u32,
+        slots: 16,
+        drives: 1,
+        socket: handover.name(),
+        ticket: 9,
+        heartbeat_ms: 100,
+        description: String::new(),
+        straight: false,
+    };
+    control::send(&mut control, &Message::Welcome(welcome)).unwrap();
+    let handed = handover.give(|| vec![fd], 9, PATIENCE, || false).unwrap();
+    (opening.join().unwrap(), memory, control, handed)
+}
+
+/// What is read straight counts no more, before the client has heard of the end of its session by any other way.
+#[test]
+fn leases_end_with_the_word_and_with_the_gateways_process() {
+    let folder = tempfile::tempdir().unwrap();
+    let (session, memory, _control, _handed) = handed_over(folder.path());
+    assert!(session.holds_leases());
+    memory.set_over();
+    assert!(!session.holds_leases() && session.is_open());
+
+    let (session, _memory, _control, handed) = handed_over(folder.path());
+    assert!(session.holds_leases());
+    drop(handed);
+    assert!(!session.holds_leases() && session.is_open());
+}
+
 /// Against a gateway that hands a session over and then takes two of five requests out of the ring.
 #[test]
 fn calls_that_a_gateway_had_not_taken_when_it_left_are_told_apart() {
     for silent in [false, true] {
         let folder = tempfile::tempdir().unwrap();
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let config = client_config(listener.local_addr().unwrap(), folder.path());
-        let opening = std::thread::spawn(move || Session::open(&config).unwrap());
-        let (mut stream, _) = listener.accept().unwrap();
-        assert!(matches!(Frames::default().next(&mut stream), Ok(Some(Message::Hello(_)))));
-        let (memory, fd) = RingMemory::create(Geometry::new(16, FRAGMENT as u32), 7).unwrap();
-        let handover = Handover::listen(folder.path(), "00", 1, Access { mode: 0o600, group: None }).unwrap();
-        let welcome = Welcome {
-            version: control::VERSION,
-            store: "00".into(),
-            generation: 7,
-            fragment_bytes: FRAGMENT as u32,
-            slots: 16,
-            drives: 1,
-            socket: handover.name(),
-            ticket: 9,
-            heartbeat_ms: 100,
-            description: String::new(),
-            straight: false,
-        };
-        control::send(&mut stream, &Message::Welcome(welcome)).unwrap();
-        handover.give(&[fd], 9, PATIENCE, || false).unwrap();
-        let session = opening.join().unwrap();
+        let (session, memory, stream, _handed) = handed_over(folder.path());
         let (sender, receiver) = std::sync::mpsc::channel();
         for number in 0..5 {
             let lookup = client::Call {

@@ -55,3 +55,8 @@ impl<'a> Reader<'a> {
         Some(get_u64(self.take(8)?, 0))
     }
 }
+
+/// As hexadecimal digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

@@ -53,7 +53,7 @@ pub fn runs(
                 let run = &mut runs[at];
                 let step = index - run.first;
                 let in_step = run.count == 1 || step == run.count * run.step;
-                if run.count < most && slot == start + run.count && in_step {
+                if run.count < most && start.checked_add(run.count) == Some(slot) && in_step {
                     run.step = if run.count == 1 { step } else { run.step };
                     run.count += 1;
                     continue;
@@ -81,6 +81,12 @@ mod tests {
         assert_eq!(found(&places), [vec![0, 1, 2], vec![3, 4, 5]]);
         let places: Vec<_> = (0..9).map(|slot| Some((0, 10 + slot))).collect();
         assert_eq!(found(&places), [vec![0, 1, 2, 3], vec![4, 5, 6, 7], vec![8]]);
+    }
+
+    #[test]
+    fn nothing_follows_the_last_slot_there_can_be() {
+        let places: Vec<_> = [u32::MAX, 0, 1, 2].map(|slot| Some((0, slot))).into();
+        assert_eq!(found(&places), [vec![0], vec![1, 2], vec![3]]);
     }
 
     #[test]

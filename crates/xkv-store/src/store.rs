@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use crate::bytes::hex;
 use crate::commit::{self, Done, MAX_TOUCHED, Op};
 use crate::error::Result;
 use crate::evict;
@@ -17,7 +18,6 @@ use crate::io::EngineLoad;
 use crate::key::{Digest, MAX_KEY_BYTES, ObjectKey};
 use crate::lease::Lease;
 use crate::record::manifest_bytes;
-use crate::share;
 use crate::stats::{DriveInfo, StoreStats};
 use crate::txn::Txn;
 
@@ -154,20 +154,25 @@ impl Store {
 
     /// Identity of the store, as hexadecimal digits.
     pub fn id(&self) -> String {
-        share::hex(&self.0.inner.id)
+        hex(&self.0.inner.id)
     }
 
-    /// Descriptors of all drives that read and cannot write, for a [`crate::DriveReader`] of another process on this machine. None:
-    /// some drive cannot be shared, or is read through the page cache.
+    /// Whether another process on this machine can read the drives with a [`crate::DriveReader`]: none is read through the page cache,
+    /// and each can be shared ([`crate::io::Device::can_share`]).
+    pub fn can_share(&self, even_files: bool) -> bool {
+        self.0
+            .inner
+            .drives
+            .iter()
+            .all(|drive| drive.device.goes_straight() && drive.device.can_share(even_files))
+    }
+
+    /// Descriptors of all drives in their order, open for reading alone.
     ///
     /// # Errors
-    /// The system refuses.
-    pub fn share(&self) -> std::io::Result<Option<Vec<OwnedFd>>> {
-        let drives = &self.0.inner.drives;
-        if !drives.iter().all(|drive| drive.device.goes_straight()) {
-            return Ok(None);
-        }
-        drives.iter().map(|drive| drive.device.share()).collect()
+    /// The system's.
+    pub fn share(&self) -> std::io::Result<Vec<OwnedFd>> {
+        self.0.inner.drives.iter().map(|drive| drive.device.share()).collect()
     }
 
     /// Signs of life: I/O operations completed so far, and for how long the group of commits being written has been.

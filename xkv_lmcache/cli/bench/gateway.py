@@ -32,6 +32,8 @@ class Gateway:
             self._port: int = probe.getsockname()[1]
         self._command = [sys.executable, "-m", "xkv_lmcache.cli", "gateway", "serve", f"--store={folder}"]
         self._command += [f"--store-gb={store_gb}", f"--port={self._port}", f"--shm-dir={self._shared}"]
+        # As with block devices, which a gateway is for: a file is only what there is here.
+        self._command += ["--share-drives=on"]
 
     @property
     def params(self) -> dict[str, Any]:

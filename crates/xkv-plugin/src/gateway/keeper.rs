@@ -25,7 +25,7 @@ const LINES_PER_MINUTE: usize = 6;
 /// What the keeper reacts to.
 pub enum Event {
     /// An attempt ended.
-    Attempted(Result<(Session, Option<Drives>), SessionError>),
+    Attempted(Result<(Session, Drives), SessionError>),
     /// The session ended.
     Ended(SessionError),
     /// A question waits.
@@ -151,9 +151,10 @@ impl Keeper {
         }
     }
 
-    fn open(&mut self, session: Session, drives: Option<Drives>) {
+    fn open(&mut self, session: Session, mut drives: Drives) {
         let shared = &self.shared;
         let welcome = session.welcome().clone();
+        let lacking = drives.lacking.take();
         let weak = Arc::downgrade(shared);
         let unsent = move |question| match weak.upgrade() {
             Some(shared) => shared.unsent(question),
@@ -187,8 +188,9 @@ impl Keeper {
         state.opened += 1;
         state.generation = welcome.generation;
         let reopened = state.opened > 1;
-        state.change(Phase::Open(link.clone()), welcome.description.clone());
+        let before_it = state.change(Phase::Open(link.clone()), welcome.description.clone());
         drop(state);
+        drop(before_it);
         // Only now, so that its end finds it open.
         let (weak, inbox) = (Arc::downgrade(&link), shared.inbox.clone());
         link.session.on_end(Box::new(move |reason| {
@@ -207,6 +209,9 @@ impl Keeper {
             self.say(|| {
                 tracing::info!("{address}: session open after {seconds:.1} s: {}", welcome.description)
             });
+        }
+        if let Some(why) = lacking {
+            self.say(|| tracing::warn!("{address}: objects are read through the gateway: {why}"));
         }
         if reopened && before != welcome.store {
             let (store, slots) = (&welcome.store, welcome.slots);
@@ -254,18 +259,20 @@ impl Keeper {
         let lived = self.opened.map_or(Duration::ZERO, |opened| opened.elapsed());
         let now = Instant::now();
         let mut refused = VecDeque::new();
-        let idle;
+        let (idle, over);
         {
             let mut state = self.shared.state.lock();
             let Phase::Open(link) = &state.phase else { return };
             idle = !link.lost_something();
             let until = idle.then(|| now + self.config.silence);
             state.lost += 1;
-            state.change(Phase::Lost(until), reason.to_string());
+            over = state.change(Phase::Lost(until), reason.to_string());
             if !idle {
                 refused = std::mem::take(&mut state.held);
             }
         }
+        // Answers what its drives have not begun.
+        drop(over);
         self.shared.refuse(refused);
         self.short_lived = if lived < SHORT_LIVED { self.short_lived + 1 } else { 0 };
         self.next_attempt = match self.short_lived {
@@ -283,8 +290,7 @@ impl Keeper {
     fn close(&mut self) {
         let (phase, held) = {
             let mut state = self.shared.state.lock();
-            let phase = std::mem::replace(&mut state.phase, Phase::Closed);
-            state.change(Phase::Closed, "closed".into());
+            let phase = state.change(Phase::Closed, "closed".into());
             (phase, std::mem::take(&mut state.held))
         };
         self.shared.refuse(held);

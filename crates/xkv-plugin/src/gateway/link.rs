@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use parking_lot::Mutex;
-use xkv_session::entry::{DRIVE_BITS, FOLLOWS, MAX_RUN, Operation, Place, Reply, Status};
+use xkv_session::entry::{DRIVE_BITS, FOLLOWS, MAX_RUN, MOST_DRIVES, Operation, Place, Reply, Status};
 use xkv_session::{Answer, Call, Session, SessionError};
 use xkv_store::io::BLOCK;
 use xkv_store::io::engine::{EngineLoad, IoDone};
@@ -32,8 +32,8 @@ pub type Unsent = Box<dyn Fn(Question) + Send + Sync>;
 /// A session in use.
 pub struct Link {
     pub session: Session,
-    /// The gateway's drives, where it shares them.
-    straight: Option<Drives>,
+    /// The gateway's drives, as far as this process reads them itself.
+    own_drives: Drives,
     /// Slots that fragments leave free for questions.
     aside: usize,
     waiting: Mutex<Waiting>,
@@ -58,18 +58,18 @@ impl Waiting {
 }
 
 impl Link {
-    /// Uses `session`, which must have at least [`FEWEST_SLOTS`], and its drives, if they are shared; questions that it cannot take go to `unsent`.
-    pub fn new(session: Session, straight: Option<Drives>, unsent: Unsent) -> Arc<Self> {
+    /// Uses `session`, which must have at least [`FEWEST_SLOTS`], and its drives; questions that it cannot take go to `unsent`.
+    pub fn new(session: Session, own_drives: Drives, unsent: Unsent) -> Arc<Self> {
         let slots = session.pool().slots();
         // The ring names drives by seven bits.
-        let drives = session.welcome().drives.clamp(1, 1 + u32::from(DRIVE_BITS));
+        let drives = session.welcome().drives.clamp(1, MOST_DRIVES as u32);
         Arc::new(Self {
             aside: (slots / ASIDE_PART).clamp(1, ASIDE_MOST),
             waiting: Mutex::default(),
             drives: (0..drives).map(|_| Drive::default()).collect(),
             lost: AtomicU64::new(0),
             unsent,
-            straight,
+            own_drives,
             session,
         })
     }
@@ -90,8 +90,7 @@ impl Link {
     /// Of each drive: what is in flight.
     pub fn load(&self) -> Vec<EngineLoad> {
         let loads = self.drives.iter().enumerate().map(|(drive, calls)| {
-            let (asked, own) = (calls.load(), self.straight.as_ref().map(|drives| drives.load(drive)));
-            let own = own.unwrap_or_default();
+            let (asked, own) = (calls.load(), self.own_drives.load(drive));
             EngineLoad {
                 in_flight: asked.in_flight + own.in_flight,
                 oldest: asked.oldest.into_iter().chain(own.oldest).min(),
@@ -311,8 +310,8 @@ pub struct Leased {
     link: Arc<Link>,
     handle: u64,
     shape: Shape,
-    /// Of each fragment, where they can be read straight.
-    places: Option<Box<[Place]>>,
+    /// Where each fragment is, if some can be read straight.
+    on_drives: Option<Box<[Place]>>,
     /// Bytes read straight.
     read: Arc<AtomicU64>,
     discarded: AtomicBool,
@@ -323,16 +322,16 @@ impl Leased {
         let Heard { link, reply, slot } = heard;
         let shape = Shape::new(&link, reply.value, &slot);
         let fragments = shape.fragments() as usize;
-        let places = link.straight.as_ref().and_then(|_| Place::take(&slot, fragments));
+        let on_drives = link.own_drives.any().then(|| Place::take(&slot, fragments)).flatten();
         let (handle, read, discarded) = (reply.handle, Arc::default(), AtomicBool::new(false));
-        Self { link, handle, shape, places, read, discarded }
+        Self { link, handle, shape, on_drives, read, discarded }
     }
 
-    /// The drive that fragment `index` can be read straight from, and where it is there.
+    /// The reader of fragment `index` and where it is on its drive, where it can be read straight.
     fn straight(&self, index: u32) -> Option<(&DriveReader, Place)> {
-        let place = *self.places.as_ref()?.get(index as usize)?;
+        let place = *self.on_drives.as_ref()?.get(index as usize)?;
         let whole = self.shape.fragment_len(index).is_multiple_of(BLOCK);
-        let reader = self.link.straight.as_ref()?.get(self.drive(index))?;
+        let reader = self.link.own_drives.get(self.drive(index))?;
         whole.then_some((reader, place))
     }
 }
@@ -369,7 +368,7 @@ impl Reading for Leased {
     }
 
     fn runs(&self) -> Vec<Run> {
-        if self.places.is_none() {
+        if self.on_drives.is_none() {
             return self.shape.runs(self.slots_at_once());
         }
         let place = |index| self.straight(index).map(|(_, place)| (self.drive(index), place.slot));
@@ -383,17 +382,15 @@ impl Reading for Leased {
     }
 
     fn read_straight(&self, run: Run, memory: Lent, done: StraightDone) {
-        let Some((reader, Place { slot, .. })) = self.straight(run.first) else {
-            drop(memory);
-            return done(Err(io::ErrorKind::Unsupported.into()));
-        };
-        let sums = run
-            .fragments()
-            .filter_map(|index| Some(self.places.as_ref()?.get(index as usize)?.sums))
-            .collect();
-        let (link, read, bytes) = (self.link.clone(), self.read.clone(), memory.len() as u64);
+        let (reader, Place { slot, .. }) =
+            self.straight(run.first).expect("asked before whether it goes straight");
+        let places = self.on_drives.as_ref().expect("as above");
+        let sums = run.fragments().map(|index| places[index as usize].sums).collect();
+        let (read, bytes) = (self.read.clone(), memory.len() as u64);
+        // Not held: a drive that does not let go of what it reads keeps nothing else of a session that is over.
+        let link = Arc::downgrade(&self.link);
         let done = move |outcome: io::Result<()>| {
-            if !link.session.holds_leases() {
+            if !link.upgrade().is_some_and(|link| link.session.holds_leases()) {
                 // Its slots may hold something else by now.
                 return done(Err(unreachable()));
             }

@@ -1,6 +1,7 @@
 //! The gateway's drives, read by this process: what a session leased goes from the drive to L1 without the gateway and its
 //! slots.
 
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use xkv_session::Session;
@@ -10,40 +11,44 @@ use xkv_store::io::engine::EngineLoad;
 /// Reads under way on a drive, as an embedded store has.
 const DEPTH: usize = 32;
 
-/// The drives of a session that shares them.
-pub struct Drives(Box<[DriveReader]>);
+/// The drives of a session, as far as this process can read them.
+#[derive(Default)]
+pub struct Drives {
+    readers: Box<[Option<DriveReader>]>,
+    /// Why some cannot be read, or all, although the gateway shares them.
+    pub lacking: Option<String>,
+}
 
 impl Drives {
-    /// Those of `session`; none where it shares none, or one of them cannot be read here, which is said. Takes up to
-    /// `patience`.
-    pub fn of(session: &Session, patience: Duration) -> Option<Self> {
+    /// Those of `session`; none where it shares none. Takes up to `patience`.
+    pub fn of(session: &Session, patience: Duration) -> Self {
         let fds = session.take_drives();
         if fds.is_empty() {
-            if session.welcome().straight {
-                tracing::warn!(
-                    "the gateway's drives did not arrive here; objects are read through the gateway"
-                );
-            }
-            return None;
+            let lacking = || "the descriptors of the drives did not arrive here".to_owned();
+            return Self { lacking: session.welcome().straight.then(lacking), ..Self::default() };
         }
         let (store, size) = (&session.welcome().store, session.welcome().fragment_bytes as usize);
         let deadline = Instant::now() + patience;
-        let open = |(index, fd)| {
-            let left = deadline.saturating_duration_since(Instant::now());
-            DriveReader::open(fd, store, index, size, DEPTH, left)
-        };
-        match fds.into_iter().enumerate().map(open).collect() {
-            Ok(readers) => Some(Self(readers)),
-            Err(error) => {
-                tracing::warn!(%error, "objects are read through the gateway");
-                None
-            }
-        }
+        let open = |index, fd: OwnedFd| DriveReader::open(fd, store, index, size, DEPTH, deadline);
+        // Side by side: one that does not answer takes no time of the others.
+        let opened: Vec<xkv_store::Result<DriveReader>> = std::thread::scope(|scope| {
+            let opening: Vec<_> =
+                fds.into_iter().enumerate().map(|(index, fd)| scope.spawn(move || open(index, fd))).collect();
+            let ended = opening.into_iter().map(|open| open.join());
+            ended.map(|end| end.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        });
+        let lacking = opened.iter().find_map(|reader| reader.as_ref().err().map(ToString::to_string));
+        Self { readers: opened.into_iter().map(Result::ok).collect(), lacking }
+    }
+
+    /// Whether there are any.
+    pub fn any(&self) -> bool {
+        self.readers.iter().any(Option::is_some)
     }
 
     /// A drive's reader.
     pub fn get(&self, drive: usize) -> Option<&DriveReader> {
-        self.0.get(drive)
+        self.readers.get(drive)?.as_ref()
     }
 
     /// What a drive has to do for this process.

@@ -63,9 +63,13 @@ impl Device for Witness {
         self.inner.goes_straight()
     }
 
-    fn share(&self) -> io::Result<Option<OwnedFd>> {
+    fn can_share(&self, even_files: bool) -> bool {
+        self.inner.can_share(even_files)
+    }
+
+    fn share(&self) -> io::Result<OwnedFd> {
         match &*self.other.lock() {
-            Some(other) => Ok(Some(other.try_clone()?)),
+            Some(other) => Ok(other.try_clone()?),
             None => self.inner.share(),
         }
     }

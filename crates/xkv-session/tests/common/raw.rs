@@ -81,7 +81,7 @@ impl Raw {
         let number = |name: &str| welcome[name].as_u64().unwrap() as u32;
         let (slots, slot_bytes) = (number("slots"), number("fragment_bytes"));
         let socket = welcome["socket"].as_str().unwrap();
-        let (fd, _) = pass::fetch(rig.folder.path(), socket, hex(&welcome["ticket"]), PATIENCE)?;
+        let fd = pass::fetch(rig.folder.path(), socket, hex(&welcome["ticket"]), PATIENCE)?.memory;
         let memory = RingMemory::attach(&fd, Geometry::new(slots, slot_bytes), hex(&welcome["generation"]))?;
         let entries = (2 * slots).max(256).next_power_of_two();
         let file = File::from(fd);

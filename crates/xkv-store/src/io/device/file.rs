@@ -17,6 +17,18 @@ use crate::io::{BLOCK, resume_at};
 /// Position of the block that is read and written to find out whether direct I/O works.
 pub const SCRATCH_OFFSET: u64 = 8192;
 
+/// File systems by their magic numbers, `linux/magic.h` and those of XFS and ZFS themselves.
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+const EXT4_MAGIC: u64 = 0xEF53;
+const XFS_MAGIC: u64 = 0x5846_5342;
+const BTRFS_MAGIC: u64 = 0x9123_683E;
+const F2FS_MAGIC: u64 = 0xF2F5_2010;
+const ZFS_MAGIC: u64 = 0x2FC1_2FC1;
+const OVERLAY_MAGIC: u64 = 0x794C_7630;
+/// Those that need nobody else to answer.
+const LOCAL_FILE_SYSTEMS: [u64; 7] =
+    [TMPFS_MAGIC, EXT4_MAGIC, XFS_MAGIC, BTRFS_MAGIC, F2FS_MAGIC, ZFS_MAGIC, OVERLAY_MAGIC];
+
 /// A block device or regular file, made by [`super::open()`]. Holds its lock until dropped.
 #[derive(Debug)]
 pub struct FileDevice {
@@ -33,7 +45,6 @@ pub struct FileDevice {
 impl FileDevice {
     /// Wraps an open, locked file of `size` bytes. Buffered until [`FileDevice::set_direct`].
     pub(super) fn new(file: File, path: &Path, size: u64, block_device: bool, created: bool) -> Self {
-        const TMPFS_MAGIC: u64 = 0x0102_1994;
         let in_memory =
             !block_device && rustix::fs::fstatfs(&file).is_ok_and(|stats| stats.f_type as u64 == TMPFS_MAGIC);
         Self {
@@ -51,11 +62,20 @@ impl FileDevice {
     /// Takes a descriptor that [`Device::share`] of another process made, to read through it. `name` is for messages.
     ///
     /// # Errors
-    /// `Io` for what is no file or drive.
+    /// `Invalid` for what is no block device and no file of a local file system; `Io` with the system's reason.
     pub fn shared(fd: OwnedFd, name: &str) -> Result<Self> {
         let failed = |e: rustix::io::Errno| Error::io(format!("{name}: cannot be read here"), e.into());
-        let flags = rustix::fs::fcntl_getfl(&fd).map_err(failed)?;
         let kind = rustix::fs::FileType::from_raw_mode(rustix::fs::fstat(&fd).map_err(failed)?.st_mode);
+        // Others may never answer, because somebody wants it so.
+        let local = || {
+            let magic = rustix::fs::fstatfs(&fd).map_err(failed)?.f_type as u64;
+            Ok::<_, Error>(LOCAL_FILE_SYSTEMS.contains(&magic))
+        };
+        if !(kind.is_block_device() || kind.is_file() && local()?) {
+            let text = format!("{name}: neither a block device nor a file of a local file system");
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let flags = rustix::fs::fcntl_getfl(&fd).map_err(failed)?;
         // Works for both; nobody uses the position.
         let size = rustix::fs::seek(&fd, SeekFrom::End(0)).map_err(failed)?;
         let device = Self::new(
@@ -262,12 +282,16 @@ impl Device for FileDevice {
         Some(self.file.as_raw_fd())
     }
 
-    fn share(&self) -> io::Result<Option<OwnedFd>> {
-        // Opened anew: the lock stays with ours alone, and so do the flags and the right to write.
+    fn can_share(&self, even_files: bool) -> bool {
+        self.block_device || even_files
+    }
+
+    fn share(&self) -> io::Result<OwnedFd> {
+        // Opened anew: the lock, the flags and the right to write stay with ours.
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         let mut flags = OFlags::RDONLY | OFlags::CLOEXEC;
         flags.set(OFlags::DIRECT, self.is_direct());
-        Ok(Some(rustix::fs::open(path, flags, Mode::empty())?))
+        Ok(rustix::fs::open(path, flags, Mode::empty())?)
     }
 
     fn is_direct(&self) -> bool {

@@ -40,9 +40,14 @@ pub trait Device: Send + Sync + 'static {
     fn fd(&self) -> Option<RawFd> {
         None
     }
-    /// A descriptor of its own that reads and cannot write, for another process on this machine. None: there is no such.
-    fn share(&self) -> io::Result<Option<OwnedFd>> {
-        Ok(None)
+    /// Whether [`Device::share`] has a descriptor; of a file only `even_files`: a process whose user may write the file can open the
+    /// descriptor again for writing, while that of a block device needs a right to the device.
+    fn can_share(&self, _even_files: bool) -> bool {
+        false
+    }
+    /// A descriptor of its own, open for reading alone, for another process on this machine.
+    fn share(&self) -> io::Result<OwnedFd> {
+        Err(io::ErrorKind::Unsupported.into())
     }
     /// Whether the page cache is bypassed.
     fn is_direct(&self) -> bool {

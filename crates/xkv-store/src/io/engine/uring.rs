@@ -29,12 +29,12 @@ const WAKE: u64 = u64::MAX;
 /// Times that a transfer refused with EAGAIN or EINTR is tried again.
 const MAX_RETRIES: u32 = 100;
 
-/// Bytes that are kept back, to be given to the kernel together with what follows. It starts none of what it is given at once
-/// before it has looked at all of it, page by page: more would leave an idle drive idle for longer.
+/// Bytes that are given to the kernel together. It starts none of them before it has looked at all, page by page: more would
+/// leave an idle drive idle for longer.
 const TOGETHER: usize = 256 * 1024;
 
-/// Completions that the ring's thread has time for when they come at once; of more, the first go to other threads.
-const UNHURRIED: usize = 2;
+/// Bytes of completions that the ring's thread has time for when they come at once; of more, the first go to other threads.
+const UNHURRIED: usize = 2 << 20;
 
 /// Pause before the kernel is asked again after it lacked the resources.
 const BACK_OFF: Duration = Duration::from_millis(1);
@@ -211,10 +211,10 @@ type Finished = (usize, Request, io::Result<()>);
 
 fn answer_all(desk: &Desk, finished: &mut Vec<Finished>) {
     desk.retire(finished.iter().map(|(place, request, _)| (*place, request.op)));
-    let busy = desk.has_waiting();
-    let hurried = finished.len().saturating_sub(UNHURRIED);
-    for (number, (_, request, outcome)) in finished.drain(..).enumerate() {
-        HAS_TIME.set(!busy && number >= hurried);
+    let mut left: usize = finished.iter().map(|(_, request, _)| request.len).sum();
+    for (_, request, outcome) in finished.drain(..) {
+        HAS_TIME.set(left <= UNHURRIED && !desk.has_waiting());
+        left -= request.len;
         request.answer(outcome);
     }
     HAS_TIME.set(false);
