@@ -50,7 +50,7 @@ pub use key::{Digest, MAX_KEY_BYTES, ObjectKey};
 pub use lease::Lease;
 pub use list::{Listing, list};
 pub use run::{RUN_BYTES, Run, runs};
-pub use share::DriveReader;
+pub use share::{DriveReader, Opening};
 pub use stats::{DriveInfo, StoreStats};
 pub use store::{Begin, Store};
 pub use txn::Txn;

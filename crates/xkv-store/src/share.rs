@@ -6,7 +6,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::buf::{Lent, SlotPool};
+use crossbeam_channel::Receiver;
+
+use crate::buf::{Lent, SlotBuf, SlotPool};
 use crate::bytes::hex;
 use crate::error::{Error, ErrorKind, Result};
 use crate::io::device::FileDevice;
@@ -20,36 +22,36 @@ pub struct DriveReader {
     header: Superblock,
 }
 
+/// A drive whose header is being read.
+pub struct Opening {
+    name: String,
+    device: Arc<FileDevice>,
+    engine: Arc<dyn IoEngine>,
+    copies: Receiver<(SlotBuf, io::Result<()>)>,
+}
+
 impl DriveReader {
-    /// Takes drive `index` of the store `id` (hexadecimal, fragments of `fragment_bytes`) from its owner's descriptor, with up to
-    /// `depth` reads in flight. Its header is read first, until `deadline`.
+    /// Takes drive `index` of a store from its owner's descriptor, with up to `depth` reads in flight, and starts to read its
+    /// header.
     ///
     /// # Errors
-    /// The drive does not answer, or is another one; it is buffered; no engine can be had here.
-    pub fn open(
-        fd: OwnedFd,
-        id: &str,
-        index: usize,
-        fragment_bytes: usize,
-        depth: usize,
-        deadline: Instant,
-    ) -> Result<Self> {
+    /// It is no drive, or buffered; no engine can be had here.
+    pub fn begin(fd: OwnedFd, index: usize, depth: usize) -> Result<Opening> {
         let name = format!("drive {index} of the gateway");
         let device = Arc::new(FileDevice::shared(fd, &name)?);
-        let refuse = |what: &str| Error::new(ErrorKind::Mismatch, format!("{name}: {what}"));
         if !device.goes_straight() {
-            return Err(refuse("is read through the page cache"));
+            return Err(Error::new(ErrorKind::Invalid, format!("{name}: is read through the page cache")));
         }
         let engine = engine::start(device.clone(), EngineKind::Auto, depth)?;
-        let header = match read_header(&*engine, deadline) {
-            Ok(header) => header.ok_or_else(|| refuse("has no header"))?,
-            Err(error) => return Err(refuse(&format!("its header was not read: {error}"))),
-        };
-        let place = (header.index as usize, header.fragment_bytes as usize);
-        if hex(&header.set) != id || place != (index, fragment_bytes) || header.end() > device.size() {
-            return Err(refuse("its header is of another drive"));
+        let pool = SlotPool::new(SUPERBLOCKS.len(), BLOCK)?;
+        let (sender, copies) = crossbeam_channel::unbounded();
+        for offset in SUPERBLOCKS {
+            let buf = pool.try_take().expect("a slot for each copy");
+            let sender = sender.clone();
+            let done = Box::new(move |buf, outcome| _ = sender.send((buf, outcome)));
+            engine.submit(IoRequest { op: Op::Read, offset, len: BLOCK, buf, done });
         }
-        Ok(Self { engine, header })
+        Ok(Opening { name, device, engine, copies })
     }
 
     /// Reads what lies in slot `slot` and behind it into `memory`, whole blocks. The caller has a lease of these slots, and
@@ -69,22 +71,40 @@ impl DriveReader {
     }
 }
 
-/// The newest valid copy of a drive's header, read through its engine, which a drive that hangs does not hold up.
-fn read_header(engine: &dyn IoEngine, deadline: Instant) -> io::Result<Option<Superblock>> {
-    let pool = SlotPool::new(SUPERBLOCKS.len(), BLOCK).map_err(io::Error::other)?;
-    let (sender, answers) = crossbeam_channel::unbounded();
-    for offset in SUPERBLOCKS {
-        let buf = pool.try_take().expect("a slot for each copy");
-        let sender = sender.clone();
-        let done = Box::new(move |buf, outcome| _ = sender.send((buf, outcome)));
-        engine.submit(IoRequest { op: Op::Read, offset, len: BLOCK, buf, done });
+impl Opening {
+    /// Waits for the header until `deadline`: it must be that of drive `index` of the store `id` (hexadecimal), of fragments of
+    /// `fragment_bytes`.
+    ///
+    /// # Errors
+    /// It did not come, or is another one.
+    pub fn finish(
+        self,
+        id: &str,
+        index: usize,
+        fragment_bytes: usize,
+        deadline: Instant,
+    ) -> Result<DriveReader> {
+        let refuse = |what: String| Error::new(ErrorKind::Mismatch, format!("{}: {what}", self.name));
+        let header =
+            self.header(deadline).map_err(|error| refuse(format!("its header was not read: {error}")))?;
+        let header = header.ok_or_else(|| refuse("has no header".into()))?;
+        let place = (header.index as usize, header.fragment_bytes as usize);
+        if hex(&header.set) != id || place != (index, fragment_bytes) || header.end() > self.device.size() {
+            return Err(refuse("its header is of another drive".into()));
+        }
+        Ok(DriveReader { engine: self.engine, header })
     }
-    let mut newest: Option<Superblock> = None;
-    for _ in SUPERBLOCKS {
-        let (block, outcome) = answers.recv_deadline(deadline).map_err(|_| io::ErrorKind::TimedOut)?;
-        outcome?;
-        let copy = Superblock::decode(&block).map_err(io::Error::other)?;
-        newest = newest.into_iter().chain(copy).max_by_key(|header| header.sequence);
+
+    /// The newest valid copy.
+    fn header(&self, deadline: Instant) -> io::Result<Option<Superblock>> {
+        let mut newest: Option<Superblock> = None;
+        for _ in SUPERBLOCKS {
+            let (block, outcome) =
+                self.copies.recv_deadline(deadline).map_err(|_| io::ErrorKind::TimedOut)?;
+            outcome?;
+            let copy = Superblock::decode(&block).map_err(io::Error::other)?;
+            newest = newest.into_iter().chain(copy).max_by_key(|header| header.sequence);
+        }
+        Ok(newest)
     }
-    Ok(newest)
 }

@@ -1,12 +1,11 @@
 //! The gateway's drives, read by this process: what a session leased goes from the drive to L1 without the gateway and its
 //! slots.
 
-use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use xkv_session::Session;
-use xkv_store::DriveReader;
 use xkv_store::io::engine::EngineLoad;
+use xkv_store::{DriveReader, Opening, Result};
 
 /// Reads under way on a drive, as an embedded store has.
 const DEPTH: usize = 32;
@@ -29,14 +28,11 @@ impl Drives {
         }
         let (store, size) = (&session.welcome().store, session.welcome().fragment_bytes as usize);
         let deadline = Instant::now() + patience;
-        let open = |index, fd: OwnedFd| DriveReader::open(fd, store, index, size, DEPTH, deadline);
         // Side by side: one that does not answer takes no time of the others.
-        let opened: Vec<xkv_store::Result<DriveReader>> = std::thread::scope(|scope| {
-            let opening: Vec<_> =
-                fds.into_iter().enumerate().map(|(index, fd)| scope.spawn(move || open(index, fd))).collect();
-            let ended = opening.into_iter().map(|open| open.join());
-            ended.map(|end| end.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
-        });
+        let begun: Vec<_> =
+            fds.into_iter().enumerate().map(|(index, fd)| DriveReader::begin(fd, index, DEPTH)).collect();
+        let finish = |(index, begun): (usize, Result<Opening>)| begun?.finish(store, index, size, deadline);
+        let opened: Vec<Result<DriveReader>> = begun.into_iter().enumerate().map(finish).collect();
         let lacking = opened.iter().find_map(|reader| reader.as_ref().err().map(ToString::to_string));
         Self { readers: opened.into_iter().map(Result::ok).collect(), lacking }
     }
