@@ -1,4 +1,4 @@
-"""`xkv bench growth`: costs at several sizes of one store, a kill -9 at each, and what comes back is counted and compared."""
+"""`xkv bench growth`: costs of stores of several sizes, a kill -9 of each, and what comes back is counted and compared."""
 
 import json
 import subprocess

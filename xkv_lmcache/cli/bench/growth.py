@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -25,6 +26,9 @@ COSTS = {
 }
 
 CHECKED_BATCHES = 16
+
+TURNS = 10
+"""Times that each store is measured, between the others."""
 
 Figures = dict[str, float]
 
@@ -67,38 +71,65 @@ class Child:
 
 
 def measure(folder: Path, sizes: list[int], samples: int) -> list[Figures]:
-    """Fills one store to each of `sizes`; there: the costs, then a kill -9, the restart, and what came back."""
+    """Fills a store to each of `sizes`; the costs of all of them, in turns, since drives and machines change their pace;
+    then for each a kill -9, the restart, and what came back."""
     # A quarter of the file is manifest log, and the evictor keeps some slots free.
     store_gb = max(0.1, (sizes[-1] * 1.1 + 4096) * OBJECT_BYTES / 0.74 / (1 << 30))
-    results: list[Figures] = []
-    child = Child(folder / "store", store_gb)
+    results: list[Figures] = [{"objects": size} for size in sizes]
+    children: list[Child] = []
     try:
-        for before, size in zip([0, *sizes], sizes, strict=False):
-            figures: Figures = {"objects": size, "machine_load": os.getloadavg()[0]}
-            figures.update(child.do("fill", first=before, last=size))
-            figures.update(child.do("measure", objects=size, samples=samples))
-            # Last, as LMCache's modules and its wrapper take memory.
-            figures.update(child.do("measure_wrapped", objects=size, samples=samples))
+        for size, figures in zip(sizes, results, strict=True):
+            children.append(Child(folder / str(size), store_gb))
+            figures.update(children[-1].do("fill", first=0, last=size))
+            click.echo(f"  {size} objects stored", err=True)
+        # The wrapper last, as LMCache's modules take memory.
+        for order in ("measure", "measure_wrapped"):
+            _in_turns(order, children, results, -(-samples // TURNS))
+        for size, child, figures in zip(sizes, children, results, strict=True):
+            figures["machine_load"] = os.getloadavg()[0]
             child.kill()
-            child = Child(folder / "store", store_gb)
-            figures.update(child.opened, open_resident_bytes=child.do("memory")["resident_bytes"])
-            checked = child.do("check", objects=size, batches=CHECKED_BATCHES)
-            if checked["objects"] != size:
-                raise RuntimeError(f"{checked['objects']:g} objects after the restart, not {size}")
-            figures.update(checked_objects=checked["checked"])
-            first = (results or [figures])[0]
-            grown = size - first["objects"]
-            if grown:
-                for which in ("resident_bytes", "open_resident_bytes"):
-                    figures[f"{which}_per_object"] = (figures[which] - first[which]) / grown
-            figures["open_s_per_million"] = figures["open_s"] / size * 1e6
-            figures.update({f"{cost}_ratio": figures[cost] / first[cost] for cost in COSTS})
-            results.append(figures)
-            click.echo(f"  {size} objects measured", err=True)
+            _reopen(folder / str(size), store_gb, figures)
+            click.echo(f"  {size} objects found again after a kill -9", err=True)
+    finally:
+        for child in children:
+            child.kill()
+    for figures in results:
+        grown = figures["objects"] - results[0]["objects"]
+        if grown:
+            for which in ("resident_bytes", "open_resident_bytes"):
+                figures[f"{which}_per_object"] = (figures[which] - results[0][which]) / grown
+        figures.update({f"{cost}_ratio": figures[cost] / results[0][cost] for cost in COSTS})
+    return results
+
+
+def _in_turns(order: str, children: list[Child], results: list[Figures], samples: int) -> None:
+    """Has each of `children` measure `TURNS` times, one after the other; the medians go to `results`."""
+    taken: list[list[Figures]] = [[] for _ in children]
+    for _ in range(TURNS):
+        for child, figures, mine in zip(children, results, taken, strict=True):
+            mine.append(child.do(order, objects=int(figures["objects"]), samples=samples))
+    for figures, mine in zip(results, taken, strict=True):
+        figures.update({name: statistics.median(each[name] for each in mine) for name in mine[0]})
+
+
+def _reopen(store: Path, store_gb: float, figures: Figures) -> None:
+    """Opens a store whose process was killed, and looks whether all of it is there.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    size = figures["objects"]
+    child = Child(store, store_gb)
+    try:
+        figures.update(child.opened, open_resident_bytes=child.do("memory")["resident_bytes"])
+        figures["open_s_per_million"] = figures["open_s"] / size * 1e6
+        checked = child.do("check", objects=int(size), batches=CHECKED_BATCHES)
+        if checked["objects"] != size:
+            raise RuntimeError(f"{checked['objects']:g} objects after the restart, not {size:g}")
+        figures["checked_objects"] = checked["checked"]
         child.do("close")
     finally:
         child.kill()
-    return results
 
 
 def report(folder: str, results: list[Figures]) -> Any:
@@ -128,15 +159,15 @@ def report(folder: str, results: list[Figures]) -> Any:
 @click.command()
 @click.argument("folder", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False))
 @click.option(
-    "--objects", default="1000,100000,1000000", show_default=True, help="Sizes of the store, growing."
+    "--objects", default="1000,100000,1000000", show_default=True, help="Sizes of the stores, growing."
 )
 @click.option("--samples", default=200, show_default=True, help="Batches of each kind; the median counts.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="File that gets every figure.")
 def growth(folder: tuple[str, ...], objects: str, samples: int, json_path: str | None) -> None:
     """Measure how costs grow with the number of objects in a store below each FOLDER.
 
-    One store is filled to each of the sizes with objects of one fragment of 4 KiB. At each: microseconds per key of
-    lookups, loads and durable stores of keys from all over the store; memory; then the process is killed, the store is
+    A store is filled to each of the sizes with objects of one fragment of 4 KiB. Of each, in turns: microseconds per key
+    of lookups, loads and durable stores of keys from all over the store; memory; then the process is killed, the store is
     opened again, the objects are counted, and some of them compared byte by byte. A million objects take about 6 GiB of
     the folder.
     """

@@ -96,6 +96,37 @@ class Contents:
         return number.to_bytes(8, "little") + self._noise[number % BATCH]
 
 
+class Wrapper:
+    """LMCache's wrapper of native connectors around ours."""
+
+    def __init__(self, connector: Any) -> None:
+        from lmcache.v1.distributed.api import MemoryLayoutDesc
+        from lmcache.v1.distributed.l2_adapters.native_connector_l2_adapter import NativeConnectorL2Adapter
+        from lmcache.v1.platform import consume_fd
+
+        self._adapter: Any = NativeConnectorL2Adapter(connector)
+        self._consume_fd = consume_fd
+        self._layout = {0: MemoryLayoutDesc(shapes=[], dtypes=[])}
+        self._answered = select.poll()
+        self._answered.register(self._adapter.get_lookup_and_lock_event_fd(), select.POLLIN)
+
+    def keys(self, numbers: Sequence[int]) -> list[Any]:
+        from lmcache.v1.distributed.api import ObjectKey
+
+        return [ObjectKey(chunk_hash=chunk_hash(number), model_name=MODEL, kv_rank=0) for number in numbers]
+
+    def hits(self, keys: list[Any]) -> int:
+        task = self._adapter.submit_lookup_and_lock_task(keys, self._layout)
+        while (found := self._adapter.query_lookup_and_lock_result(task)) is None:
+            if not self._answered.poll(PATIENCE_S * 1e3):
+                raise RuntimeError(f"no answer within {PATIENCE_S:g} s")
+            self._consume_fd(self._adapter.get_lookup_and_lock_event_fd())
+        return int(found.popcount())
+
+    def unlock(self, keys: list[Any]) -> None:
+        self._adapter.submit_unlock(keys)
+
+
 class GrowthWorker:
     """A connector, and what is measured of it."""
 
@@ -114,6 +145,7 @@ class GrowthWorker:
         self._random = random.Random(1)
         self._area = Area(BATCH)
         self._extra = EXTRA
+        self._wrapper: Wrapper | None = None
 
     def _drain(self) -> list[tuple[int, bool, str, list[bool] | None]]:
         if not self._poll.poll(PATIENCE_S * 1e3):
@@ -194,31 +226,13 @@ class GrowthWorker:
 
     def measure_wrapped(self, objects: int, samples: int) -> dict[str, float]:
         """As `measure`, lookups through LMCache's wrapper of native connectors. It is the connector's only reader then."""
-        from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
-        from lmcache.v1.distributed.l2_adapters.native_connector_l2_adapter import NativeConnectorL2Adapter
-        from lmcache.v1.platform import consume_fd
-
-        adapter: Any = NativeConnectorL2Adapter(self._connector)
-        answered, layout = select.poll(), {0: MemoryLayoutDesc(shapes=[], dtypes=[])}
-        answered.register(adapter.get_lookup_and_lock_event_fd(), select.POLLIN)
-
-        def keys(numbers: Sequence[int]) -> list[Any]:
-            return [
-                ObjectKey(chunk_hash=chunk_hash(number), model_name=MODEL, kv_rank=0) for number in numbers
-            ]
-
-        def hits(keys: list[Any]) -> int:
-            task = adapter.submit_lookup_and_lock_task(keys, layout)
-            while (found := adapter.query_lookup_and_lock_result(task)) is None:
-                if not answered.poll(PATIENCE_S * 1e3):
-                    raise RuntimeError(f"no answer within {PATIENCE_S:g} s")
-                consume_fd(adapter.get_lookup_and_lock_event_fd())
-            return int(found.popcount())
-
+        if self._wrapper is None:
+            self._wrapper = Wrapper(self._connector)
+        keys, hits, unlock = self._wrapper.keys, self._wrapper.hits, self._wrapper.unlock
         present = partial(self._present, objects)
         return {
-            "wrapped_hit_us": sample(samples, lambda: keys(present()), hits, adapter.submit_unlock, BATCH),
-            "wrapped_miss_us": sample(samples, lambda: keys(self._absent()), hits, adapter.submit_unlock, 0),
+            "wrapped_hit_us": sample(samples, lambda: keys(present()), hits, unlock, BATCH),
+            "wrapped_miss_us": sample(samples, lambda: keys(self._absent()), hits, unlock, 0),
         }
 
     def memory(self) -> dict[str, float]:
