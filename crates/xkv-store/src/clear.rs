@@ -44,10 +44,10 @@ impl Store {
         let (sender, outcomes) = unbounded();
         let mut cleared = Cleared::default();
         let Ok(()) = inner.index.for_each_shard::<Infallible>(|entries| {
-            for entry in entries {
+            for entry in entries.into_iter().filter(|entry| selection.has(&entry.key)) {
                 let sender = sender.clone();
                 let done = Box::new(move |outcome: Result<()>| _ = sender.send(outcome));
-                if selection.has(&entry.key) && inner.take_out(&entry, |_| true, done) {
+                if inner.take_out(&entry, |_| true, done) {
                     inner.counters.removed.fetch_add(1, Ordering::Relaxed);
                     cleared.objects += 1;
                     cleared.bytes += entry.size;

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::{FallocateFlags, Mode, OFlags, SeekFrom};
 
+use super::open::whole_blocks;
 use super::{Device, DirectIo};
 use crate::buf::SlotPool;
 use crate::error::{Error, ErrorKind, Result};
@@ -78,13 +79,8 @@ impl FileDevice {
         let flags = rustix::fs::fcntl_getfl(&fd).map_err(failed)?;
         // Works for both; nobody uses the position.
         let size = rustix::fs::seek(&fd, SeekFrom::End(0)).map_err(failed)?;
-        let device = Self::new(
-            File::from(fd),
-            Path::new(name),
-            size - size % BLOCK as u64,
-            kind.is_block_device(),
-            false,
-        );
+        let device =
+            Self::new(File::from(fd), Path::new(name), whole_blocks(size), kind.is_block_device(), false);
         device.direct.store(flags.contains(OFlags::DIRECT), Ordering::Relaxed);
         Ok(device)
     }
@@ -198,7 +194,7 @@ impl FileDevice {
             ));
         }
         self.file.set_len(0).and_then(|()| self.file.set_len(bytes)).map_err(failed)?;
-        self.size = bytes - bytes % BLOCK as u64;
+        self.size = whole_blocks(bytes);
         Ok(())
     }
 

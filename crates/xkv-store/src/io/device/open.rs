@@ -204,7 +204,7 @@ fn block_device_size(path: &Path, file: &File) -> Result<u64> {
     Ok(whole_blocks(size))
 }
 
-fn whole_blocks(bytes: u64) -> u64 {
+pub(super) fn whole_blocks(bytes: u64) -> u64 {
     bytes - bytes % BLOCK as u64
 }
 

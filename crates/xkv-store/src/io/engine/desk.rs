@@ -219,7 +219,7 @@ impl Desk {
             any = true;
         }
         // A write that finishes may let several reads, or a held-back write, go.
-        if any && state.queue.reads() + state.queue.writes() > 0 {
+        if any && state.has_waiting() {
             drop(state);
             self.work.notify_all();
         }
@@ -227,8 +227,7 @@ impl Desk {
 
     /// Whether requests wait for the device.
     pub fn has_waiting(&self) -> bool {
-        let state = self.state.lock();
-        state.queue.reads() + state.queue.writes() > 0
+        self.state.lock().has_waiting()
     }
 
     /// What is queued and in flight.
@@ -275,6 +274,10 @@ impl Desk {
 }
 
 impl State {
+    fn has_waiting(&self) -> bool {
+        self.queue.reads() + self.queue.writes() > 0
+    }
+
     fn take(&mut self) -> Option<Job> {
         let (_, request) = self.queue.pop()?;
         let place = self.free_places.pop().expect("the queue keeps to the depth");
