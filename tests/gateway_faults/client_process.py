@@ -3,7 +3,7 @@
     python -m tests.gateway_faults.client_process PARAMS_JSON
 
 `{"do": "set", "numbers": [...]}` answers whether those objects were stored; `get` how many of them were loaded right,
-loaded wrong and not at all; `churn`, for `seconds`, the same over many batches, and the longest one's seconds; with
+loaded wrong and not at all; `load` the same, once it has said `loading`; `churn`, for `seconds`, the same over many batches, and the longest one's seconds; with
 `store`, each batch is removed and stored again too. `session` answers the session's state, `localhost` the addresses of
 that name.
 """
@@ -15,10 +15,10 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.plugin.client import Client
+from tests.plugin.client import Buffer, Client
 from tests.plugin.objects import content, key
 
 BATCH = 8
@@ -28,13 +28,22 @@ def store(client: Client, numbers: Sequence[int]) -> bool:
     return client.set({key(number): content(number) for number in numbers})
 
 
-def load(client: Client, numbers: Sequence[int]) -> dict[str, int]:
-    found = client.get({key(number): len(content(number)) for number in numbers})
+def load(
+    client: Client, numbers: Sequence[int], submitted: Callable[[], None] = lambda: None
+) -> dict[str, int]:
+    wanted = [content(number) for number in numbers]
+    buffers = [Buffer.blank(len(data)) for data in wanted]
+    keys, views = [key(number) for number in numbers], [buffer.view for buffer in buffers]
+    future = client.connector.submit_batch_get(keys, views)
+    submitted()
     outcome = {"right": 0, "wrong": 0, "missing": 0}
-    for number in numbers:
-        data = found[key(number)]
-        outcome["missing" if data is None else "right" if data == content(number) else "wrong"] += 1
+    for hit, buffer, data in zip(client.bools(future), buffers, wanted, strict=True):
+        outcome["missing" if not hit else "right" if buffer.content() == data else "wrong"] += 1
     return outcome
+
+
+def say(what: object) -> None:
+    print(json.dumps(what), flush=True)
 
 
 def churn(client: Client, numbers: Sequence[int], seconds: float, store_too: bool) -> dict[str, float]:
@@ -55,7 +64,7 @@ def churn(client: Client, numbers: Sequence[int], seconds: float, store_too: boo
 
 def main() -> None:
     with Client(**json.loads(sys.argv[1])) as client:
-        print(json.dumps("ready"), flush=True)
+        say("ready")
         for line in sys.stdin:
             told: dict[str, Any] = json.loads(line)
             numbers = told.get("numbers", [])
@@ -65,8 +74,10 @@ def main() -> None:
                     outcome = store(client, numbers)
                 case "get":
                     outcome = load(client, numbers)
+                case "load":
+                    outcome = load(client, numbers, lambda: say("loading"))
                 case "churn":
-                    print(json.dumps("churning"), flush=True)
+                    say("churning")
                     outcome = churn(client, numbers, told["seconds"], told.get("store", False))
                 case "session":
                     outcome = client.connector.stats()["session"]
@@ -76,7 +87,7 @@ def main() -> None:
                     ]
                 case other:
                     raise ValueError(other)
-            print(json.dumps(outcome), flush=True)
+            say(outcome)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -104,3 +106,35 @@ def test_a_client_that_is_stopped_for_longer_than_its_lease(tmp_path: Path) -> N
             assert state["lost"] == round_ + 1
             assert stopped.ask("set", numbers=NUMBERS) is True
             assert stopped.ask("get", numbers=NUMBERS) == ALL
+
+
+@pytest.mark.parametrize("how", ["killed", "silent"])
+def test_what_took_the_place_of_an_object_is_not_read(how: str, tmp_path: Path) -> None:
+    """A client reads its gateway's drives, and is stopped in the middle of it. When it goes on its leases are gone and other
+    objects are where it reads. Nothing is verified: it must know by itself that what it reads counts no more."""
+    rounds, first, others = 8, list(range(800)), list(range(1000, 2200))
+    delay, missing = random.Random(5), 0
+    settings = {"share_drives": "on", "client_silence_s": 1, "store_gb": 0.1}
+    with (
+        GatewayProcess(tmp_path / "store", **settings) as gateway,
+        ClientProcess({**gateway.params, "verify": "off", "wait_timeout_s": 20}) as stopped,
+        ClientProcess({**gateway.params, "wait_timeout_s": 20}) as other,
+    ):
+        for _ in range(rounds):
+            assert stopped.ask("set", numbers=first) is True
+            assert stopped.ask("load", numbers=first) == "loading"
+            time.sleep(delay.uniform(0, 0.02))
+            stopped.signal(signal.SIGSTOP)
+            try:
+                if how == "killed":
+                    gateway.restart(signal.SIGKILL)
+                else:
+                    await_that("its session is ended", lambda: len(gateway.status()["sessions"]) == 1)
+                assert other.ask("set", numbers=others) is True
+            finally:
+                stopped.signal(signal.SIGCONT)
+            outcome = stopped.answer()
+            assert outcome["wrong"] == 0, outcome
+            missing += outcome["missing"]
+            stopped.await_state("open")
+    assert missing > 0, "it was never stopped in the middle of a load"

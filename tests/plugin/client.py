@@ -1,7 +1,9 @@
 """A blocking client of the connector, with buffers like LMCache's."""
 
 import ctypes
+import itertools
 import json
+import mmap
 import select
 import time
 from pathlib import Path
@@ -22,20 +24,31 @@ def contents(seed: int, size: int) -> bytes:
 
 
 class Buffer:
-    """One object in L1: a `"<B"` view into a larger arena, as LMCache hands them out."""
+    """One object in L1: a `"<B"` view into a larger arena, as LMCache hands them out.
+
+    Every second one begins with a page, as LMCache's do: its whole blocks go straight from and to drives. The others go
+    through slots.
+    """
+
+    _numbers = itertools.count()
 
     def __init__(self, data: bytes) -> None:
-        size = len(data)
-        self._arena = (ctypes.c_ubyte * (size + 2 * len(MARGIN)))()
-        arena = memoryview(self._arena).cast("B")
-        arena[:] = MARGIN + data + MARGIN
-        self.view = memoryview((ctypes.c_ubyte * size).from_buffer(self._arena, len(MARGIN)))
+        size, shift = len(data), next(Buffer._numbers) % 2 * len(MARGIN)
+        self._arena = (ctypes.c_ubyte * (size + 2 * len(MARGIN) + mmap.PAGESIZE))()
+        self._start = len(MARGIN) + (shift - len(MARGIN) - ctypes.addressof(self._arena)) % mmap.PAGESIZE
+        self.view = memoryview((ctypes.c_ubyte * size).from_buffer(self._arena, self._start))
         assert self.view.format == "<B"
+        self._framed()[:] = MARGIN + data + MARGIN
+
+    def _framed(self) -> memoryview:
+        """It and what is beside it."""
+        around = slice(self._start - len(MARGIN), self._start + len(self.view) + len(MARGIN))
+        return memoryview(self._arena).cast("B")[around]
 
     def content(self) -> bytes:
-        whole = bytes(self._arena)
-        assert whole.startswith(MARGIN) and whole.endswith(MARGIN), "written beside the buffer"
-        return whole[len(MARGIN) : -len(MARGIN)]
+        framed = bytes(self._framed())
+        assert framed.startswith(MARGIN) and framed.endswith(MARGIN), "written beside the buffer"
+        return framed[len(MARGIN) : -len(MARGIN)]
 
     @classmethod
     def blank(cls, size: int) -> "Buffer":

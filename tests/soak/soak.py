@@ -6,6 +6,8 @@ stored after the last removal that was answered before the load was submitted.
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import os
 import random
 import select
@@ -72,23 +74,29 @@ def version_of(data: numpy.ndarray[Any, Any], number: int) -> int | None:
 
 
 class Buffers:
-    """Guarded buffers, used again and again, so that memory stays what it is."""
+    """Guarded buffers, used again and again, so that memory stays what it is. Every fourth goes through slots; the others
+    begin with a page, as LMCache's do, and their whole blocks go straight."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[numpy.ndarray[Any, Any]]] = {}
+        self._numbers = itertools.count()
 
     def take(self, size: int) -> numpy.ndarray[Any, Any]:
         free = self._free.setdefault(size, [])
         if free:
             return free.pop()
-        arena = numpy.full(size + 2 * GUARD, 0xA5, dtype=numpy.uint8)
-        return arena[GUARD:-GUARD]
+        arena = numpy.full(size + 2 * GUARD + mmap.PAGESIZE, 0xA5, dtype=numpy.uint8)
+        shift = GUARD if next(self._numbers) % 4 == 3 else 0
+        start = GUARD + (shift - GUARD - arena.ctypes.data) % mmap.PAGESIZE
+        return arena[start : start + size]
 
     def give(self, buffer: numpy.ndarray[Any, Any]) -> None:
-        arena = buffer.base
+        arena, size = buffer.base, len(buffer)
         assert arena is not None
-        assert (arena[:GUARD] == 0xA5).all() and (arena[-GUARD:] == 0xA5).all(), "written beside a buffer"
-        self._free[len(buffer)].append(buffer)
+        start = buffer.ctypes.data - arena.ctypes.data
+        before, behind = arena[start - GUARD : start], arena[start + size : start + size + GUARD]
+        assert (before == 0xA5).all() and (behind == 0xA5).all(), "written beside a buffer"
+        self._free[size].append(buffer)
 
 
 @dataclass

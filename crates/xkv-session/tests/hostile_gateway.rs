@@ -260,10 +260,10 @@ fn opened(change: impl FnOnce(&mut ClientConfig)) -> Opened {
 }
 
 impl Opened {
-    /// Makes a call; the request as it came.
-    fn call(&mut self, operation: Operation, slot: bool) -> (Request, Receiver<Answer>) {
+    /// Makes a call that has so many slots; the request as it came.
+    fn call(&mut self, operation: Operation, slots: usize) -> (Request, Receiver<Answer>) {
         let (sender, receiver) = channel();
-        let slots = slot.then(|| slot_of(&self.session)).into_iter().collect();
+        let slots = std::iter::repeat_with(|| slot_of(&self.session)).take(slots).collect();
         let call = Call { operation, slots, handle: 1, argument: 0, sums: FragmentSums::default() };
         self.session.call(call, Box::new(move |answer| _ = sender.send(answer)));
         loop {
@@ -311,7 +311,7 @@ fn a_breach_of_the_ring_ends_the_session_and_answers_every_call_once() {
         (
             "a second reply",
             |o, r| {
-                let (other, _) = o.call(Operation::Close, false);
+                let (other, _) = o.call(Operation::Close, 0);
                 o.reply(honest(&other));
                 o.reply(honest(&other));
                 _ = r;
@@ -326,8 +326,8 @@ fn a_breach_of_the_ring_ends_the_session_and_answers_every_call_once() {
             "another operation",
         ),
         (
-            "a long fragment",
-            |o, r| o.reply(Reply { value: FRAGMENT as u64 + 1, ..honest(&r) }),
+            "more bytes than asked for",
+            |o, r| o.reply(Reply { value: (r.slots().count() * FRAGMENT) as u64 + 1, ..honest(&r) }),
             "more than the slots hold",
         ),
         (
@@ -383,15 +383,18 @@ fn a_breach_of_the_ring_ends_the_session_and_answers_every_call_once() {
             "closed the connection",
         ),
     ];
-    for (what, breach, text) in breaches {
+    // A read of several slots is answered as one: with its first slot, and as much as they hold together.
+    for (slots, (what, breach, text)) in
+        [1, 4].into_iter().flat_map(|slots| breaches.iter().map(move |each| (slots, each)))
+    {
         let floor = Held::floor();
         let mut o = opened(|_| ());
-        let (request, answer) = o.call(Operation::Read, true);
+        let (request, answer) = o.call(Operation::Read, slots);
         breach(&mut o, request);
         let reason = o.ends.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("{what}: no end"));
         assert!(reason.contains(text), "{what}: {reason}");
         let answered = answer.recv_timeout(PATIENCE).unwrap();
-        assert!(answered.reply.is_err() && !answered.slots.is_empty(), "{what}");
+        assert!(answered.reply.is_err() && answered.slots.len() == slots, "{what}");
         assert!(answer.recv().is_err() && o.ends.recv().is_err(), "{what}: told twice");
         assert!(!o.session.is_open());
         drop((o, answered));
@@ -406,7 +409,7 @@ fn random_replies_and_indices_cost_only_the_session() {
     for seed in 1..=300 {
         let rng = &mut Rng::new(seed);
         let mut o = opened(|_| ());
-        let (request, answer) = o.call(Operation::Read, true);
+        let (request, answer) = o.call(Operation::Read, 1 + rng.below(4) as usize);
         let completions = o.memory.completions();
         for _ in 0..1 + rng.below(4) {
             let mut entry = honest(&request).encode();
@@ -456,7 +459,7 @@ fn a_flush_is_life_from_its_beginning_and_for_so_long() {
     let _alone = alone();
     let (silence, patience) = (Duration::from_millis(600), Duration::from_millis(2_000));
     let mut o = opened(|config| (config.silence, config.flush_patience) = (silence, patience));
-    let (_, answer) = o.call(Operation::Commit, false);
+    let (_, answer) = o.call(Operation::Commit, 0);
     let beats = |o: &mut Opened, during: Duration, io: fn(u64) -> u64, flushing: bool| {
         let began = Instant::now();
         while began.elapsed() < during {
