@@ -14,7 +14,8 @@ from tests.plugin.client import Client, contents
 
 def test_json_and_text_show_store_drives_usage_sessions_and_rates(tmp_path: Path) -> None:
     drives = [tmp_path / "a", tmp_path / "b"]
-    with GatewayProcess(drives, store_gb=0.25) as gateway, Client(**gateway.params) as client:
+    shared = GatewayProcess(drives, store_gb=0.25, share_drives="on")
+    with shared as gateway, Client(**gateway.params) as client:
         at = ["--port", str(gateway.port)]
         assert client.set({f"key-{i}": contents(i, 40_960) for i in range(10)})
         done = xkv("status", *at, "--json")
@@ -37,6 +38,7 @@ def test_json_and_text_show_store_drives_usage_sessions_and_rates(tmp_path: Path
             f"{drives[0]}/xkv-store.dat",
             "1 open",
             session["address"],
+            "straight",
         ):
             assert part in text.stdout, text.stdout
 

@@ -107,7 +107,7 @@ def _show(state: dict[str, Any]) -> None:
     )
     if state["sessions"]:
         sessions = Table(
-            "session", "client", "address", "age", "slots", "in flight", "leases", "stores", "read", "written",
+            "session", "client", "address", "age", "loads", "slots", "in flight", "leases", "stores", "read", "written",
             box=None, pad_edge=False,
         )  # fmt: skip
         for session in state["sessions"]:
@@ -116,6 +116,7 @@ def _show(state: dict[str, Any]) -> None:
                 session["client"],
                 session["address"],
                 duration_text(session["age_s"]),
+                "straight" if session["straight"] else "ring",
                 f"{session['slots_in_use']}/{session['slots']}",
                 str(session["in_flight"]),
                 str(session["leases"]),
