@@ -3,9 +3,9 @@
     python -m tests.gateway_faults.client_process PARAMS_JSON
 
 `{"do": "set", "numbers": [...]}` answers whether those objects were stored; `get` how many of them were loaded right,
-loaded wrong and not at all; `load` the same, once it has said `loading`; `churn`, for `seconds`, the same over many batches, and the longest one's seconds; with
-`store`, each batch is removed and stored again too. `session` answers the session's state, `localhost` the addresses of
-that name.
+loaded wrong and not at all; `load` the same, and says `loading` once they are submitted; `churn`, for `seconds`, the same
+over many batches, and the longest one's seconds; with `store`, each batch is removed and stored again too. `session`
+answers the session's state, `localhost` the addresses of that name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.plugin.client import Buffer, Client
+from tests.plugin.client import Client
 from tests.plugin.objects import content, key
 
 BATCH = 8
@@ -31,14 +31,11 @@ def store(client: Client, numbers: Sequence[int]) -> bool:
 def load(
     client: Client, numbers: Sequence[int], submitted: Callable[[], None] = lambda: None
 ) -> dict[str, int]:
-    wanted = [content(number) for number in numbers]
-    buffers = [Buffer.blank(len(data)) for data in wanted]
-    keys, views = [key(number) for number in numbers], [buffer.view for buffer in buffers]
-    future = client.connector.submit_batch_get(keys, views)
-    submitted()
+    found = client.get({key(number): len(content(number)) for number in numbers}, submitted)
     outcome = {"right": 0, "wrong": 0, "missing": 0}
-    for hit, buffer, data in zip(client.bools(future), buffers, wanted, strict=True):
-        outcome["missing" if not hit else "right" if buffer.content() == data else "wrong"] += 1
+    for number in numbers:
+        data = found[key(number)]
+        outcome["missing" if data is None else "right" if data == content(number) else "wrong"] += 1
     return outcome
 
 

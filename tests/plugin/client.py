@@ -6,6 +6,7 @@ import json
 import mmap
 import select
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +24,11 @@ def contents(seed: int, size: int) -> bytes:
     return numpy.random.default_rng(seed).bytes(size)
 
 
+def behind_a_page(address: int, margin: int, shift: int) -> int:
+    """The first offset of at least `margin` in memory at `address` that is `shift` bytes behind the start of a page."""
+    return margin + (shift - margin - address) % mmap.PAGESIZE
+
+
 class Buffer:
     """One object in L1: a `"<B"` view into a larger arena, as LMCache hands them out.
 
@@ -35,7 +41,7 @@ class Buffer:
     def __init__(self, data: bytes) -> None:
         size, shift = len(data), next(Buffer._numbers) % 2 * len(MARGIN)
         self._arena = (ctypes.c_ubyte * (size + 2 * len(MARGIN) + mmap.PAGESIZE))()
-        self._start = len(MARGIN) + (shift - len(MARGIN) - ctypes.addressof(self._arena)) % mmap.PAGESIZE
+        self._start = behind_a_page(ctypes.addressof(self._arena), len(MARGIN), shift)
         self.view = memoryview((ctypes.c_ubyte * size).from_buffer(self._arena, self._start))
         assert self.view.format == "<B"
         self._framed()[:] = MARGIN + data + MARGIN
@@ -94,10 +100,14 @@ class Client:
         assert bools is None and ok == (not error)
         return ok
 
-    def get(self, sizes: dict[str, int]) -> dict[str, bytes | None]:
+    def get(
+        self, sizes: dict[str, int], submitted: Callable[[], None] = lambda: None
+    ) -> dict[str, bytes | None]:
+        """What was loaded, `submitted` called before it is waited for."""
         buffers = [Buffer.blank(size) for size in sizes.values()]
-        bools = self.bools(self.connector.submit_batch_get(list(sizes), [buffer.view for buffer in buffers]))
-        found = zip(sizes, buffers, bools, strict=True)
+        future = self.connector.submit_batch_get(list(sizes), [buffer.view for buffer in buffers])
+        submitted()
+        found = zip(sizes, buffers, self.bools(future), strict=True)
         return {key: buffer.content() if loaded else None for key, buffer, loaded in found}
 
     def exists(self, keys: list[str]) -> list[bool]:

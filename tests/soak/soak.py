@@ -22,6 +22,7 @@ import psutil
 
 from demo.gateway import GatewayProcess
 from tests.backends import Backend
+from tests.plugin.client import behind_a_page
 from xkv_lmcache import XkvL2Connector
 
 MIB = 1 << 20
@@ -87,7 +88,7 @@ class Buffers:
             return free.pop()
         arena = numpy.full(size + 2 * GUARD + mmap.PAGESIZE, 0xA5, dtype=numpy.uint8)
         shift = GUARD if next(self._numbers) % 4 == 3 else 0
-        start = GUARD + (shift - GUARD - arena.ctypes.data) % mmap.PAGESIZE
+        start = behind_a_page(arena.ctypes.data, GUARD, shift)
         return arena[start : start + size]
 
     def give(self, buffer: numpy.ndarray[Any, Any]) -> None:
